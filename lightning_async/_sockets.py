@@ -98,17 +98,22 @@ class Opening:
         self._ours = ours
 
     def sockets(self) -> dict[int, int]:
-        """Return the sockets that the library has opened and not closed, as a mapping from descriptor to inode."""
+        """Return the sockets that the library has opened since this object was made, and not closed.
+
+        The result has the inode of each socket, by descriptor.
+        """
         now = snapshot().items()
         return {fd: inode for fd, inode in now if self._before.get(fd) != inode and self._ours(fd)}
 
 
 @contextlib.contextmanager
 def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Iterator[Opening]:
-    """Keep all sockets that a library opens in this context from forks, including forks that begin in the context.
+    """Prevent forked processes from inheriting the sockets that a library opens in this context.
+
+    This includes processes that are forked within the context.
 
     Args:
-        ours: Function that returns whether the library has opened a socket, see `Opening`.
+        ours: Function that returns whether a socket was opened by the library, see `Opening`.
         within: Time limit for the context: soon after it, the sockets are shut down. Without a limit, torch would wait
             for ever for a server that accepts a connection and then sends nothing. Default: no limit.
     """
@@ -132,7 +137,8 @@ def keep_from_forks(sockets: Mapping[int, int]) -> None:
     """Make later forks of this process close these sockets; programs that it executes do not inherit them, either.
 
     Args:
-        sockets: Mapping from descriptor to inode.
+        sockets: Inode of each socket, by descriptor. The inode shows whether the descriptor still belongs to the
+            socket.
     """
     for fd in sockets:
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -147,7 +153,10 @@ def unshared(sock: socket.socket) -> socket.socket:
 
 
 def serves_at(port: int) -> None:
-    """Keep all sockets of a port on which this process listens from forks, including connections accepted later."""
+    """Prevent forked processes from inheriting the sockets of a port at which this process listens.
+
+    This includes connections that are accepted later.
+    """
     _served.add(port)
 
 

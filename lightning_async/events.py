@@ -31,7 +31,7 @@ def tell(event: str, level: int, words: str, **facts: object) -> None:
 
 
 def _value(fact: object) -> str:
-    """Return a fact as JSON, without quotes where they are not needed.
+    """Return a fact as a short text for a log line: JSON without needless quotes; the items of a sequence get commas.
 
     >>> _value("a b"), _value("ab"), _value(("1", "2")), _value(0.25), _value(None), _value(())
     ('"a b"', 'ab', '1,2', '0.25', 'null', '""')

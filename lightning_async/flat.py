@@ -91,13 +91,16 @@ class FlatLayout:
         ]
 
     def fingerprint(self) -> int:
-        """Return a hash of `describe` of 52 bits, which a float64 holds exactly; it is equal on every machine."""
+        """Return a hash of the lines of `describe`, which is equal on every machine.
+
+        It has 52 bits, so that a float64 holds it.
+        """
         digest = hashlib.sha256("\n".join(self.describe()).encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 12
 
     @staticmethod
     def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str | None:
-        """Return the first difference of two lists of `describe`, as ``"mine | theirs"``; None if they are equal."""
+        """Return the first difference of two lists from `describe`, as ``"mine | theirs"``; None if they are equal."""
         for i, (left, right) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing")):
             if left != right:
                 return f"tensor {i}: {left} | {right}"

@@ -137,7 +137,10 @@ class WindowProgress(NamedTuple):
 
 @runtime_checkable
 class AccumulationPolicy(Protocol):
-    """An interface for the choice of window sizes: a pure function of the state of training."""
+    """An interface for policies that choose how many batches are accumulated before a step (the size of a window).
+
+    A policy is a pure function of the state of training.
+    """
 
     unit: Unit = "any"
     """The unit of `size`: "batches", "samples", or "any" for the unit of the argument that takes the policy."""
@@ -146,7 +149,7 @@ class AccumulationPolicy(Protocol):
 
     @abstractmethod
     def size(self, progress: WindowProgress) -> int:
-        """Return the size of the window that begins now; it applies to all windows until the next call."""
+        """Return the size of the window that begins now. It is used for all windows until the next call."""
         ...
 
 
@@ -240,7 +243,8 @@ class NoiseScale(AccumulationPolicy):
     .. math:: n = \min\big(n_\text{max}, \max(n_\text{min}, r\, B_\text{simple})\big), \quad
         n_\text{last} / g \le n \le g\, n_\text{last}
 
-    :math:`B_\text{simple}` is the gradient noise scale, see `Noise`. Well below it, a step with twice the samples is
+    :math:`n_\text{last}` is the size that was chosen last, and :math:`B_\text{simple}` is the gradient noise scale, see
+    `Noise`. Well below it, a step with twice the samples is
     worth nearly two steps; well above it, hardly more than one.
 
     Args:

@@ -73,8 +73,9 @@ class AdaptivePeriod(PeriodicSchedule):
     :math:`n_{\min}` steps. The metric "replica_spread" is the squared distance between replicas divided by the steps
     since they agreed, so that a round comes when replicas are as far apart as in the first rounds. The period then
     grows as the learning rate :math:`\eta` falls: as :math:`1 / \eta^2` if replicas diverge because of gradient noise,
-    and as :math:`1 / \eta` if they diverge because their data differs. The metric "loss_variance" is the standard
-    deviation over replicas of the mean training loss of their steps. Both metrics have the same value on all replicas.
+    and as :math:`1 / \eta` if they diverge because their data differs. With the metric "loss_variance", :math:`m` is
+    the root of the variance over replicas of their mean training loss. Both metrics have the same value on all
+    replicas.
 
     While the learning rate warms up, replicas hardly diverge. Use `Warmup(AdaptivePeriod(), steps=...)`: then
     :math:`m_0` is measured in the first rounds after the warm-up. Strategies refuse `Warmup` with
@@ -133,7 +134,10 @@ class Trend(NamedTuple):
     recent: float = 0.0
 
     def add(self, measured: float, window: int) -> Trend:
-        """Return the trend with one more measurement, which is ignored if it is not finite; ``window`` is :math:`w`."""
+        """Return the trend with one more measurement, which is ignored if it is not finite.
+
+        ``window`` is the number of first rounds, and of recent rounds (:math:`w` in the equation).
+        """
         if not math.isfinite(measured):
             return self
         number = self.number + 1
@@ -175,7 +179,7 @@ class AdaptiveDiLoCo(DiLoCoBase):
         """Return the outer learning rate and the outer momentum of a round.
 
         The constants were found by simulations on a language model with AdamW. The delay and the number of replicas
-        made no further difference. A larger learning rate with less momentum has the same gain and more noise.
+        made no further difference. A larger learning rate with less momentum saves as many steps, with more noise.
         """
         steps = [taken for taken, work in zip(round.steps, round.work, strict=False) if work > 0.0]
         mean = sum(steps) / len(steps) if steps else 0.0

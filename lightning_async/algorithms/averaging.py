@@ -58,19 +58,19 @@ class AveragingRule(Protocol[S]):
     r"""An interface for rules by which replicas average their models; the rule itself keeps no state.
 
     A round, seen from one replica: the engine packs the parameters into a flat fp32 bucket, the *snapshot* :math:`s`.
-    `message_` turns the snapshot into the message :math:`u`. All replicas exchange messages, and the mean
-    :math:`\bar u = \sum_i w_i u_i` arrives, with the `weights` :math:`w_i`. `merge_` turns :math:`\bar u` into the
-    *target* :math:`t`, the parameters that this replica would have if it had taken no step since the snapshot, and
-    turns :math:`u` back into the snapshot. Then the engine moves the parameters by displacement,
-    :math:`x \leftarrow x + (t - s)`, which keeps the progress since the snapshot; without progress it copies
-    :math:`t`. An absent replica (one without work) moves from the last target to the new one.
+    `message_` turns the snapshot into the message :math:`u`. All replicas exchange messages, and the mean :math:`\bar
+    u = \sum_i w_i u_i` arrives, with the `weights` :math:`w_i`. `merge_` turns :math:`\bar u` into the *target*
+    :math:`t`, the parameters that this replica would have if it had taken no step since the snapshot, and turns
+    :math:`u`, which has overwritten the snapshot, back into it. Then the engine adds the change to the parameters,
+    :math:`x \leftarrow x + (t - s)`, so that the progress since the snapshot stays; without progress it copies
+    :math:`t`. An absent replica (one without work) adds the difference between the new target and the last one.
 
-    The state of a rule is a ``NamedTuple`` of flat fp32 tensors. It is equal on all replicas between rounds, except for
-    the fields in `per_replica`. If the parameters are split into fragments, which have rounds of their own, then each
-    fragment has its own state, so a rule must treat all elements, or all tensors of the layout, alike.
+    The state of a rule is a ``NamedTuple`` of flat fp32 tensors. It is equal on all replicas between rounds, except
+    for the fields in `per_replica`. If the parameters are split into fragments, which have rounds of their own, then
+    each fragment has its own state. So a rule must treat all elements alike, or all tensors alike.
 
-    Any class with these attributes and methods is a rule. A class that inherits from this class gets the defaults;
-    a class that inherits from `RuleBase` gets more of them.
+    Any class with these attributes and methods is a rule. A class that inherits from this class gets the defaults; a
+    class that inherits from `RuleBase` gets more of them.
     """
 
     num_scalars: int = 0  # number of scalars that `message_` returns for the round's header
@@ -105,9 +105,16 @@ class AveragingRule(Protocol[S]):
 
     @abstractmethod
     def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
-        """Turn ``received`` (the mean message) into the target and ``sent`` back into the snapshot, in place.
+        """Turn the mean message into the target, and the message back into the snapshot, in place.
 
-        ``sent`` is None on a replica that was absent or not finite. Returns the state after the round.
+        Args:
+            sent: This replica's message, which becomes the snapshot. None if the replica was absent or not finite.
+            received: The mean message, which becomes the target.
+            state: State of the rule.
+            round: The round.
+
+        Returns:
+            The state after the round.
         """
         ...
 
@@ -132,10 +139,10 @@ class AveragingRule(Protocol[S]):
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
         """Turn the present parameters ``live`` into the merged ones, in place; called only if `mixes` is True.
 
-        ``base`` is the snapshot (on an absent replica, the last target) and may be overwritten; ``target`` must not be
-        changed. On a replica without progress since the snapshot, this is not called, and the target is copied.
-        Returns the state, of which only the fields in `per_replica` may change. Default: all progress is kept,
-        ``live + (target - base)``.
+        ``base`` is the snapshot, or the last target on a replica that was absent from the round. It may be overwritten;
+        ``target`` must not be changed. On a replica without progress since the snapshot, this is not called, and the
+        target is copied. Returns the state, of which only the fields in `per_replica` may change. Default: all progress
+        is kept, ``live + (target - base)``.
         """
         live.sub_(base.sub_(target))
         return state
@@ -170,7 +177,7 @@ class AveragingState(NamedTuple):
 
 
 class RuleBase(AveragingRule[RuleS], ABC):
-    """A base for rules without scalars, whose state is a ``NamedTuple`` of flat tensors.
+    """A base of averaging rules whose state is a ``NamedTuple`` of flat tensors, without single numbers.
 
     A subclass defines `message_` and `merge_`, and `init` if it has any state.
     """
@@ -249,7 +256,7 @@ def copy_saved_(rule: object, tensors: dict[str, Tensor], saved: dict[str, Any])
 
 
 class _ParameterMean(RuleBase[AveragingState]):
-    """A base for rules whose message is the snapshot and whose target is the mean message."""
+    """A base of rules whose replicas send their parameters, and take the mean of all messages as the target."""
 
     def message_(self, out: Tensor, state: AveragingState) -> tuple[float, ...]:
         return ()
@@ -269,7 +276,7 @@ class Mean(_ParameterMean):
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, https://arxiv.org/abs/1805.09767
 
     >>> rule = Mean()
-    >>> received = torch.tensor([2.0])
+    >>> received = torch.tensor([2.0])  # the mean message, which is the target
     >>> rule.merge_(torch.tensor([1.0]), received, AveragingState(), Round(id=0, rank=0, work=(1.0, 1.0)))
     AveragingState()
     >>> received, rule.overlappable
@@ -285,22 +292,23 @@ class DeltaMean(_ParameterMean):
 
     .. math:: x_i \leftarrow x_i + (\bar s - s_i), \qquad \bar s = \sum_j w_j s_j
 
-    :math:`s_i` is the snapshot that replica :math:`i` has sent. Without a step since the snapshot, the result is the
-    plain mean; with steps, the work-weighted mean of all replicas is conserved.
+    :math:`s_i` is the snapshot that replica :math:`i` has sent, and :math:`w_j` is the share of replica :math:`j` in
+    the round's work. Without a step since the snapshot, the result is the plain mean; with steps, the work-weighted
+    mean of all replicas is conserved.
 
     Source: delayed parameter averaging with the delta rule, as in Bagua's asynchronous model averaging,
     https://github.com/BaguaSys/bagua, and in hivemind, https://github.com/learning-at-home/hivemind
 
     >>> rule, x, sent = DeltaMean(), torch.tensor([1.5]), torch.tensor([1.0])  # 0.5 was learned meanwhile
-    >>> received = torch.tensor([2.0])
+    >>> received = torch.tensor([2.0])  # the mean of both snapshots
     >>> _ = rule.merge_(sent, received, AveragingState(), Round(id=0, rank=0, work=(1.0, 1.0)))
-    >>> x + (received - sent)
+    >>> x + (received - sent)  # the engine adds the change
     tensor([2.5000])
     """
 
 
 class EASGDState(NamedTuple):
-    """The state of elastic averaging between rounds."""
+    """The state of elastic averaging between rounds: the center."""
 
     center: Tensor  # the common center, flat fp32, equal on all replicas
 
@@ -315,8 +323,9 @@ class EASGD(RuleBase[EASGDState]):
         c &\leftarrow c + \sum_j \alpha_j (s_j - c)
 
     :math:`c` is the center, :math:`s_i` is the snapshot of replica :math:`i`, and :math:`n` of :math:`p` replicas take
-    part in the round. With equal work, :math:`\alpha_i = \beta / p`, as in the paper: the center moves towards the mean
-    by the part :math:`\beta` of the distance. The sum of center and replicas is conserved, even with unequal work. Sync
+    part in the round. :math:`w_i` is the share of replica :math:`i` in the round's work, and :math:`x_i` its
+    parameters. With equal work, :math:`\alpha_i = \beta / p`, as in the paper: the center moves towards the mean by
+    the part :math:`\beta` of the distance. The sum of center and replicas is conserved, even with unequal work. Sync
     points, and thus validations and checkpoints, show the center. After a sync point, each replica continues to train
     its own model. Checkpoints hold the center and the replicas' own models.
 

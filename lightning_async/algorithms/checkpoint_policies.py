@@ -34,7 +34,7 @@ class Saved:
 
 @runtime_checkable
 class KeepPolicy(Protocol):
-    """An interface for the choice of checkpoints to keep; a policy of your own needs only this method."""
+    """An interface for the choice of checkpoints to keep. A policy of your own needs only the method `keep`."""
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
         """Return the numbers of the checkpoints to keep, given all that exist."""

@@ -145,11 +145,11 @@ class TopK:
 
     .. math:: q = Q\big(v \odot [\,|v| \ge |v|_{(k)}\,]\big), \qquad k = \lceil \text{fraction} \cdot n \rceil
 
-    Without ``bits``, :math:`Q` leaves the selected values as they are. With 2 bits, it sends each selected value's sign
-    and one of two magnitudes, which each block of 256 selected values has: the mean of the magnitudes that are larger
-    than the block's mean magnitude, and the mean of the others. In a block that contains zeros, the two magnitudes are
-    0 and the mean of the nonzero ones. The error is never larger than the vector:
-    :math:`\|v - q\|^2 = \|v\|^2 - \|q\|^2`.
+    Without ``bits``, :math:`Q` leaves the selected values as they are. With 2 bits, the selected values are split into
+    blocks of 256. Each block has two magnitudes: the mean of the magnitudes that are larger than the block's mean
+    magnitude, and the mean of the others. Each value is sent as its sign and one of these two. In a block that
+    contains zeros, the two magnitudes are 0 and the mean of the nonzero ones. The error is never larger than the
+    vector: :math:`\|v - q\|^2 = \|v\|^2 - \|q\|^2`.
 
     Args:
         fraction: Fraction of the elements that is sent. Default 0.01.
@@ -207,9 +207,9 @@ class TopK:
     def _field_bytes(self, numel: int) -> list[int]:
         """Return the size in bytes of each field of the message for a part of ``numel`` elements.
 
-        The fields are, for each section of the part, the position of its first selected element in the message; the
-        values (with ``bits=2``, the two magnitudes of each block); the elements' indices within their sections; and
-        with ``bits=2``, the codes.
+        A part is divided into sections. The fields are: for each section, where its selected elements begin in the
+        message; the values (with ``bits=2``, the two magnitudes of each block); the indices of the elements within
+        their sections; and with ``bits=2``, the codes.
         """
         count = self.count(numel)
         sections = -(-numel // _SECTION)
@@ -337,7 +337,9 @@ def described(compression: PushCompression | None) -> list[Any] | None:
 
 
 def from_description(description: Sequence[Any] | None) -> PushCompression | None:
-    """Return the compression that `described` has described; raise ValueError or TypeError for any other value.
+    """Return the compression of which `described` has made this description; None for None.
+
+    Raises ValueError or TypeError for any other value.
 
     >>> from_description(["topk", {"fraction": 0.5}])
     TopK(fraction=0.5, bits=None)

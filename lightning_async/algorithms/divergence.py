@@ -157,10 +157,10 @@ class History:
 
 
 class Track:
-    """A track of the recent values of one signal, with their median.
+    """The recent values of one signal, with their median. `add` returns the limit that the new value may not exceed.
 
     >>> track = Track(History(window=4, warmup=3))
-    >>> [track.add(x, Relative(10.0)) for x in (1.0, 2.0, 3.0, 50.0)]
+    >>> [track.add(x, Relative(10.0)) for x in (1.0, 2.0, 3.0, 50.0)]  # at last: 2 + 10 * 1.4826 * 1
     [inf, inf, inf, 16.826]
     """
 
@@ -180,7 +180,10 @@ class Track:
         return limit
 
     def median_and_deviation(self) -> tuple[float, float]:
-        """Return the median and the deviation of the values; NaN and 0 while there are fewer than `History.warmup`."""
+        """Return the median of the values, and their median absolute deviation times 1.4826.
+
+        While there are fewer values than `History.warmup`, return NaN and 0.
+        """
         if len(self._sorted) < self._history.warmup:
             return math.nan, 0.0
         median = statistics.median(self._sorted)
@@ -190,18 +193,12 @@ class Track:
 def climb(start: Remedy, used: Mapping[Remedy, int], tries: Mapping[Remedy, int]) -> Remedy:
     """Return the mildest remedy that is at least as severe as ``start`` and has tries left.
 
-    If there is none, return `ALERT`, or else `LOG`, if ``tries`` contains it, and otherwise `NONE`.
+    If there is none, return the first of `ALERT` and `LOG` that ``tries`` contains, else `NONE`.
 
     Args:
         start: Mildest remedy that can help.
         used: Number of times that each remedy was tried.
         tries: Largest number of times that each available remedy may be tried.
-
-    >>> tries = {Remedy.LOG: 1, Remedy.SKIP: 2, Remedy.STOP: 1}
-    >>> [climb(Remedy.LOG, used, tries).name for used in ({}, {Remedy.LOG: 1}, {Remedy.LOG: 1, Remedy.SKIP: 2})]
-    ['LOG', 'SKIP', 'STOP']
-    >>> climb(Remedy.ROLL_BACK, {}, {Remedy.LOG: 1, Remedy.SKIP: 2}).name
-    'LOG'
     """
     left = [remedy for remedy in sorted(tries) if remedy >= start and used.get(remedy, 0) < tries[remedy]]
     words = [remedy for remedy in tries if remedy <= Remedy.ALERT]

@@ -68,7 +68,8 @@ class DiLoCo(DiLoCoBase):
         a &\leftarrow a - \eta\, (g + \mu m) \text{ with nesterov, else } a - \eta\, m \\
         x_i &\leftarrow x_i + (a - s_i)
 
-    :math:`a` is the anchor (the last agreed parameters), and :math:`s_i` is the snapshot of replica :math:`i`. With
+    :math:`a` is the anchor (the last agreed parameters). :math:`s_i` is the snapshot of replica :math:`i`, :math:`x_i`
+    are its parameters, and :math:`w_i` is its share of the round's work. With
     :math:`\eta = 1, \mu = 0` this is local SGD. The rule is meant for many local steps per round: with 32 or fewer,
     plain averaging tends to do better than a momentum of 0.9.
 
@@ -217,12 +218,12 @@ class SlowMo(RuleBase[SlowMoState]):
         a &\leftarrow a - \alpha \gamma u \\
         x_i &\leftarrow x_i + (a - s_i)
 
-    :math:`a` is the anchor (the last agreed parameters), and :math:`s_i` is the snapshot of replica :math:`i`.
-    :math:`\gamma` is the inner learning rate. If it differs between replicas, which may be at different steps of a
-    learning rate schedule, it is the largest. As the learning rate decays, momentum from earlier, larger steps decays
-    with it. With a constant learning rate, this is `DiLoCo` without ``nesterov``. If :math:`\gamma` is 0 on all
-    replicas, :math:`a` moves by :math:`\alpha` times the mean progress, without momentum; this is the limit of the
-    equations.
+    :math:`a` is the anchor (the last agreed parameters). :math:`s_i` is the snapshot of replica :math:`i`, :math:`x_i`
+    are its parameters, and :math:`w_i` is its share of the round's work. :math:`\gamma` is the inner learning rate. If
+    it differs between replicas, which may be at different steps of a learning rate schedule, it is the largest. As the
+    learning rate decays, momentum from earlier, larger steps decays with it. With a constant learning rate, this is
+    `DiLoCo` without ``nesterov``. If :math:`\gamma` is 0 on all replicas, :math:`a` moves by :math:`\alpha` times the
+    mean progress, without momentum; this is the limit of the equations.
 
     Args:
         beta: :math:`\beta`, the slow momentum. The authors used 0.2 with 4 replicas, 0.5 with 8 and 0.6 with 16.

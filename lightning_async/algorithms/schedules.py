@@ -133,7 +133,10 @@ class ReplicaClock(NamedTuple):
 
 @runtime_checkable
 class Schedule(Protocol):
-    """An interface for the choice of the next step's action: a pure function of one replica's clock."""
+    """An interface for the choice of a replica's next step: a local step, a synchronous step, or a step with a round.
+
+    A schedule is a pure function of one replica's clock: its counts of steps, epochs and seconds.
+    """
 
     @abstractmethod
     def next(self, clock: ReplicaClock) -> Action:

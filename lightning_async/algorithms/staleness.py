@@ -117,7 +117,7 @@ class Prediction(Protocol):
     """An interface for predictions of the parameters to which a gradient will be applied."""
 
     def predict_(self, before: Tensor, now: Tensor) -> None:
-        """Overwrite ``before`` with the predicted parameter.
+        """Overwrite ``before`` with a prediction of the parameter at the time when the gradient arrives.
 
         Args:
             before: Parameter before the last optimizer step, in its own dtype.

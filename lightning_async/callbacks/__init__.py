@@ -6,6 +6,6 @@ makes no progress. `AdaptiveGradientAccumulation` and `BalancedBatchSizes` decid
 batches. `AveragingMonitor` logs averaging. The callbacks are thin: the work is in `lightning_async.trainer`, and the
 equations are in `lightning_async.algorithms`.
 
-Hooks run on the training thread. Only `HangWatchdog` has a thread of its own. The modules are independent of one
-another; `accumulation_steps` belongs to `accumulation`, and `divergence_signals` to `divergence`.
+Hooks run on the training thread. Only `HangWatchdog` has a thread of its own. Two modules are parts of others:
+`accumulation_steps` of `accumulation`, and `divergence_signals` of `divergence`.
 """

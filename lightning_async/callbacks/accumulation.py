@@ -35,7 +35,10 @@ from lightning_async.trainer.strategy_view import StrategyView, view_of
 
 
 class Probe:
-    """A measurement of the windows of one fit, for a policy that needs one. This base measures nothing."""
+    """A base of measurements during accumulation windows, for policies that choose by a measurement.
+
+    This base measures nothing.
+    """
 
     measures = False
 
@@ -43,7 +46,7 @@ class Probe:
         """Begin to measure for the next decision."""
 
     def begin_batch(self) -> None:
-        """Note that a batch begins."""
+        """Prepare the measurement for a batch."""
 
     def before_backward(self, scale: float) -> None:
         """Note that a backward pass begins, of the batch's mean loss multiplied by ``scale``."""
@@ -73,15 +76,16 @@ class Probe:
         return dict
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that the function of `keep` has returned."""
+        """Restore a state. `keep` returns a function, and this function has returned the state."""
 
 
 class NoiseProbe(Probe):
-    """A measurement of squared gradient norms, of single batches and of whole windows, for `estimate`.
+    """A measurement of squared gradient norms, of single batches and of whole windows.
 
-    A hook of each parameter measures a batch's gradient before autograd adds it to the gradients of earlier batches, so
-    no copy is kept. ``arrive`` says that the strategy averages windows in the background. The mean of a window is then
-    measured when the strategy puts it into the gradients, which may be one window later.
+    `estimate` computes the noise of gradients from the two. A hook of each parameter measures a batch's gradient before
+    autograd adds it to the gradients of earlier batches, so no copy is kept. With ``arrive``, the strategy averages a
+    window's gradients over ranks in the background. Then a window's mean is measured when the strategy puts it into the
+    gradients, which may be one window later.
     """
 
     measures = True
@@ -129,7 +133,7 @@ class NoiseProbe(Probe):
             self._see_window()
 
     def before_step(self) -> None:
-        """Measure the window's mean, which the strategy has just put into the gradients."""
+        """Measure the squared norm of the window's mean gradient, which the strategy has just put into ``.grad``."""
         if self._arrive:
             self._see_window()
 
@@ -252,7 +256,7 @@ class TimesProbe(Probe):
 
 
 def probe_of(policy: AccumulationPolicy, strategy: Any, arrive: bool) -> Probe:
-    """Return the probe for what a policy measures; ``arrive`` is an argument of `NoiseProbe`."""
+    """Return the probe that measures what ``policy`` needs. ``arrive`` is passed on to `NoiseProbe`."""
     measures = getattr(policy, "measures", "nothing")
     if measures == "noise":
         return NoiseProbe(getattr(policy, "decay", 0.9), strategy.precision_plugin, arrive)
@@ -314,7 +318,7 @@ class Sizes:
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
     def tell(self) -> None:
-        """Send the sizes to all ranks with this rank's next gradients, if the engine averages gradients."""
+        """Send the window sizes to all ranks with this rank's next gradients, if the engine averages gradients."""
         if (gradients := self._strategy.gradients) is not None:
             gradients.asks = self._base, self._wanted
 
@@ -328,7 +332,7 @@ class Sizes:
         return None if gradients is None else gradients.told
 
     def hear(self) -> None:
-        """Adopt the sizes and the number of samples that all ranks have sent with the gradients of the current step."""
+        """Use the window sizes and the number of samples that all ranks have sent with the current step's gradients."""
         told = self._told
         self.arrived = 0.0 if told is None else told.samples
         if told is not None and told.size:
@@ -403,7 +407,10 @@ class Sizes:
             self._size = size
 
     def _unit(self) -> float:
-        """Return the sum of samples in one batch of each averaged rank, or 1 if the policy counts batches."""
+        """Return the number of samples in one batch of every rank whose gradients are averaged.
+
+        Returns 1 if the policy counts batches.
+        """
         return self._base * self._strategy.num_averaged if self._by_samples else 1.0
 
     def _batches(self, size: int) -> int:
@@ -539,7 +546,7 @@ class AdaptiveGradientAccumulation(Callback):
         return (before if self._trainer.fit_loop.epoch_loop.batch_progress.total.ready < number else self._keep())()
 
     def _keep(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the state of this moment, see `Probe.keep`."""
+        """Return a function that later returns the callback's state as it is now, see `Probe.keep`."""
         assert self._windows is not None
         probe = self._probe.keep()
         state = {

@@ -1,4 +1,4 @@
-"""Checks of `AdaptiveGradientAccumulation`'s arguments, and learning rates for the time of one step."""
+"""Checks of `AdaptiveGradientAccumulation`'s arguments, and learning rates that are scaled for one step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
 
 
 def _check_windows(callback: Any, strategy: Any) -> None:
-    """Raise ValueError for arguments that windows of `AsyncGradientStrategy` do not support."""
+    """Raise ValueError if the callback has arguments that the windows of `AsyncGradientStrategy` do not support."""
     name = type(callback).__name__
     owner = type(strategy).__name__
     policy = callback.policy
@@ -120,7 +120,10 @@ def _check_windows(callback: Any, strategy: Any) -> None:
 
 
 def _check_servers(callback: Any, strategy: Any) -> None:
-    """Raise ValueError if a worker would need the number of all workers' samples before it pushes its gradients."""
+    """Raise ValueError if the callback needs all workers' numbers of samples in a step, but pushes to servers.
+
+    A worker does not know the other workers' numbers when it pushes its gradients.
+    """
     # Workers that run the optimizer themselves, or alone, know their whole step.
     if not view_of(strategy).served or not strategy.update_on_server or strategy.world_size == 1:
         return
@@ -143,10 +146,11 @@ def _check_servers(callback: Any, strategy: Any) -> None:
 
 
 def check_target(callback: Any, rank: int, size: int, ranks: int, began: bool) -> None:
-    """Raise ValueError if ``size`` samples cannot be divided into equal batches; only warn if not ``began``.
+    """Raise ValueError if ``size`` samples cannot be divided into equal batches.
 
-    ``size`` must be a multiple of the callback's ``base_batch_size`` times ``ranks``. ``began`` is False if the number
-    of ranks has changed since the previous decision: a lost rank must not end training.
+    ``size`` must be a multiple of the callback's ``base_batch_size`` times ``ranks``. ``began`` says that training
+    begins. If it is False, the number of ranks has changed during training, and there is only a warning: a lost rank
+    must not end training.
     """
     base = callback.base_batch_size
     unit = base * ranks

@@ -54,17 +54,17 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
     .. math:: n_i = \operatorname{clip}\Big(\lambda v_i,\; n_{\min},\; n_{\max}\Big), \qquad \sum_i n_i = n
 
     :math:`v_i` is the recent speed of rank :math:`i` in samples per second. :math:`n` is the number of samples in a
-    step, over all ranks, which stays the same; the factor :math:`\lambda` makes the sizes add up to it. If one of four
-    ranks is 3 times slower than the others, a step of 10 samples then takes as long as a step of 4 samples takes with
-    equal batches. Each sample is trained on once in an epoch, without a sampler's padding, and has the same weight.
+    step, over all ranks, which stays the same; the factor :math:`\lambda` makes the sizes add up to it. For example,
+    one of four ranks is 3 times slower than the others. It gets 1 sample of a step while the others get 3 each, so a
+    step of 10 samples takes as long as a step of 4 samples takes with equal batches. Each sample is trained on once in
+    an epoch, without a sampler's padding, and has the same weight.
 
-    The first epoch begins with equal batches. Sizes change at the beginning of an epoch, and within it at a sync point,
-    if a step would become at least 5% shorter. The remaining samples of the epoch are then distributed again. The
-    callback is for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, including `Synchronous()`, with one
+    The first epoch begins with equal batches. Sizes change at the beginning of an epoch, and within it at a sync
+    point, if a step would become at least 5% shorter. The remaining samples of the epoch are then distributed again.
+    The callback is for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, including `Synchronous()`, with one
     DataLoader of a map-style dataset, whose sampler Lightning makes. The loader's ``batch_size`` is the first size. A
     rank that runs out of memory trains on that batch in pieces, and gets smaller batches from then on (not with manual
-    optimization). On GPUs the host waits for each backward pass, because otherwise it could not measure the
-    speed.
+    optimization). On GPUs the host waits for each backward pass, because otherwise it could not measure the speed.
 
     Args:
         minimum: :math:`n_{\min}`. Default: 1.
@@ -72,8 +72,8 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
         every: Number of a rank's batches between two checks whether other sizes would make a step shorter. None: sizes
             change only at the beginning of an epoch. Ranks in lockstep need a sync point for each check, so their
             interval doubles after a check without a change, up to 16 times ``every``. Default: 50.
-        global_batch_size: :math:`n`. Default: the sum of the batch sizes of all ranks' loaders when training begins. It
-            stays the same when ranks are lost or join.
+        global_batch_size: :math:`n`. Default: the sum of the batch sizes of all ranks' loaders when training begins.
+            It stays the same when ranks are lost or join.
 
     Raises:
         TypeError: An argument is not an int.
@@ -218,10 +218,11 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
             self.call_together()
 
     def _looks(self, every: int, trainer: Any, balancing: Balancing) -> bool:
-        """Return whether this rank calls for a sync point at which all ranks decide on batch sizes.
+        """Return whether this rank asks for a sync point at which all ranks choose batch sizes.
 
-        Ranks in lockstep all do so after the same number of batches, so that no step lacks one of them. Of asynchronous
-        replicas, rank 0 does so if other sizes would shorten a step, and another rank once, if it ran out of memory.
+        Ranks in lockstep all ask after the same number of batches, so that no step lacks one of them. Among
+        asynchronous replicas, rank 0 asks if other sizes would shorten a step. Any other rank asks once, after it ran
+        out of memory.
         """
         strategy = trainer.strategy
         if strategy.in_step if strategy.in_windows else strategy.averages_gradients:
@@ -234,11 +235,11 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
     @property
     def _room(self) -> int | None:
-        """Largest number of samples trained on at once since this rank ran out of memory; None if it has not."""
+        """Largest number of samples that this rank trains on at once after it ran out of memory; None before."""
         return None if self._windows is None or self._windows.pieces is None else self._windows.pieces.most
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Decide on batch sizes together with all other ranks; return False: the model is unchanged."""
+        """Choose batch sizes together with all other ranks. Always returns False, because the model does not change."""
         if self._balancing is not None and (has_changed := self._balancing.decide(world)) is not None:
             self._since = 0
             self._told_namespace = self._told_namespace and not has_changed
@@ -251,6 +252,9 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait for the GPU, so that a batch's time includes its work, and later waits are for other ranks only."""
+    """Wait until the GPU has done the batch's work, so that the batch's measured time includes this work.
+
+    Then the time of the following collective is only time in which this rank waits for other ranks.
+    """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -60,7 +60,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
     State is copied into the memory of another process, which writes it. Training stands still for the copy only, and a
     copy is written even if training is killed. A checkpoint is a directory ``dirpath/000017-step-1200``, which exists
     as a whole or not at all. Before a resume, every byte of the checkpoint is verified. Damaged checkpoints are
-    renamed, and the next one is taken. Reading files executes no code in them, unless ``objects="pickle"``.
+    renamed, and the newest undamaged one is taken. Reading files executes no code in them, unless ``objects="pickle"``.
 
     A checkpoint holds each rank's parameters, optimizers, schedulers, scaler, loops, callbacks, random states, data
     loader positions and accumulated gradients. Training after a resume is bit-equal with uninterrupted training, for a

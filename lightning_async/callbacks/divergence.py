@@ -126,9 +126,9 @@ _OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}  # of use only for 
 class DivergenceMonitor(CollectiveCallback, Callback):
     r"""A callback that detects diverging training, with any strategy, and applies the mildest remedy that may help.
 
-    A signal :math:`x` is out of bounds if it is not finite, or if :math:`x > m + k \max(\sigma, f |m|)` with the median
-    :math:`m` and the deviation :math:`\sigma` of its own recent values (`Relative`), or :math:`x > c` (`Absolute`). If
-    a signal is out of bounds again after a remedy, the next remedy in this list is applied:
+    A signal :math:`x` is out of bounds if it is not finite, or if :math:`x > m + k \max(\sigma, f |m|)` with the
+    median :math:`m` and the deviation :math:`\sigma` of its own recent values (``Relative(k, f)``), or :math:`x > c`
+    (``Absolute(c)``). If a signal is out of bounds again after a remedy, the next remedy in this list is applied:
 
     - "log" and "alert" report;
     - "sync_more" makes rounds twice as frequent, and "sync" brings all replicas to a sync point now;
@@ -222,10 +222,10 @@ class DivergenceMonitor(CollectiveCallback, Callback):
 
     @property
     def clean_steps(self) -> int:
-        """Number of batches since a signal was last out of bounds; it decides which checkpoints are good.
+        """Number of batches since a signal was last out of bounds. It decides which checkpoints are good.
 
-        Some numbers are read a step later, so call a state good after 3 of these batches at the earliest. Ranks in
-        lockstep have the same number. Each asynchronous replica has its own.
+        Some signals are read one step late, so call a state good only if this number is 3 or more. Ranks in lockstep
+        have the same number. Each asynchronous replica has its own.
         """
         return self._clean_everywhere if isinstance(self._council, LockstepAgreement) else self._escalation.clean_steps
 
@@ -358,7 +358,10 @@ class DivergenceMonitor(CollectiveCallback, Callback):
                 log.exception("Rank %d: `DivergenceMonitor(alert=...)` failed; training goes on.", alarm.rank)
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Apply the most severe remedy that any rank requests; unfit replicas have another one's model already."""
+        """Apply the most severe remedy that any rank requests; return whether the model was replaced.
+
+        Before this, replicas whose parameters are not finite have copied the model of another replica.
+        """
         trainer = self._trainer
         asked = self._asked
         self._asked = Remedy.NONE

@@ -43,11 +43,17 @@ class RemedyAgreement:
     """
 
     def hear(self) -> list[Row]:
-        """Return the rows that have arrived from all ranks, the same on every rank; empty if none have."""
+        """Return the rows (each rank's signals of a step) that have arrived. All ranks get the same rows.
+
+        The list is empty if no rows have arrived.
+        """
         return []
 
     def say(self, row: Row) -> list[Row]:
-        """Send this rank's row; return the rows that need no exchange: its own if it is alone, else none."""
+        """Send this rank's row to the other ranks. If there are none, return the row at once; otherwise return no row.
+
+        `hear` returns the rows of all ranks later.
+        """
         return [row]
 
     def close(self) -> None:
@@ -55,9 +61,9 @@ class RemedyAgreement:
 
 
 class SyncPointAgreement(RemedyAgreement):
-    """The agreement of asynchronous replicas, which apply remedies at a sync point.
+    """The agreement of asynchronous replicas on a remedy, which is applied at a sync point.
 
-    A replica that requests a remedy calls all ranks to a sync point through ``callback``; see `CollectiveCallback`. The
+    A replica that requests a remedy asks all ranks to come to a sync point, by `call_together` of ``callback``. The
     ranks send their losses in the headers of the strategy's sync points.
     """
 
@@ -78,7 +84,10 @@ class SyncPointAgreement(RemedyAgreement):
 
 
 class LockstepAgreement(RemedyAgreement):
-    """The agreement of ranks that take every step together; ``lagged`` delivers all rows one step later."""
+    """The agreement on a remedy of ranks that take every step together.
+
+    The ranks exchange rows (each rank's signals of a step) by ``lagged``, which returns them one step later.
+    """
 
     def __init__(self, lagged: DelayedGather) -> None:
         self._lagged = lagged
@@ -96,7 +105,7 @@ class LockstepAgreement(RemedyAgreement):
 
 
 def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
-    """Return the object by which the ranks agree on a remedy, suited to the Trainer's strategy.
+    """Return the `RemedyAgreement` by which the ranks agree on a remedy, suited to the Trainer's strategy.
 
     All ranks call this together, when training begins.
 
@@ -137,7 +146,10 @@ def norm(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor's memory on this rank as real numbers: the shard of a sharded one, the values of a sparse one."""
+    """Return the values of a tensor that are on this rank, as a dense tensor of real numbers.
+
+    They are the shard of a sharded tensor, and the stored values of a sparse one.
+    """
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()  # type: ignore[operator]
     if tensor.layout is torch.sparse_coo:
@@ -151,9 +163,10 @@ def gradients(optimizer: Any) -> list[Tensor]:
 
 
 def sample(optimizer: Any) -> list[Tensor]:
-    """Return the first elements of an optimizer's first and last gradient, for steps without a check of all.
+    """Return the first elements of an optimizer's first gradient and of its last one.
 
-    The backward pass carries a non-finite value of any later layer into the first gradient.
+    They are checked at steps at which not all gradients are. A value that is not finite in any later layer reaches the
+    first gradient in the backward pass.
     """
     groups = optimizer.param_groups
     first = next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
@@ -168,7 +181,6 @@ def parameters(module: Any) -> Iterator[Tensor]:
 
 
 def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the floating-point and complex tensors of the optimizers' state."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values() if isinstance(state, dict) else ():
@@ -177,9 +189,9 @@ def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class StepMetrics:
-    """A step's numbers by name, which are read without waiting for a GPU.
+    """A step's metrics by name, which are read without waiting for a GPU.
 
-    Numbers on the CPU are read in the same step. Numbers on a GPU are copied in the background, and read one step
+    Metrics on the CPU are read in the same step. Metrics on a GPU are copied in the background, and read one step
     later.
     """
 
@@ -195,7 +207,7 @@ class StepMetrics:
         self._coming = None
 
     def take(self) -> dict[str, float]:
-        """Return this step's numbers that are on the CPU, and those of the step before that are on a GPU."""
+        """Return this step's metrics on the CPU, and the previous step's metrics on a GPU."""
         put = self._put
         self._put = {}
         here = {name: float(value) for name, value in put.items() if value.device.type != "cuda"}
@@ -395,7 +407,12 @@ class SignalTracker:
         return SignalAlarm(name, value, limit) if value > limit else None
 
     def compare(self, rows: Sequence[Row], summary: Any = None) -> list[SignalAlarm]:
-        """Return alarms for the variance of all ranks' losses, and for the spread of replicas at the last round."""
+        """Return alarms for the variance of all ranks' losses, and for the distance between replicas at the last round.
+
+        Args:
+            rows: Each rank's signals of a step.
+            summary: Summary of the strategy's rounds. Default: None, there are no rounds.
+        """
         if rows and not self.alone:
             self._every = max(row.every for row in rows)
         found = []

@@ -17,11 +17,12 @@ _EMPTY = (
 
 
 class AveragingMonitor(Callback):
-    """A callback that logs the strategy's running totals after every round, and shows two in the progress bar.
+    """A callback that logs the strategy's running totals after every round, and shows two of them in the progress bar.
 
     For each fit, the strategy adds this callback to a Trainer without one. The names of the metrics are:
 
-    - ``averaging/rounds``, ``/failed_rounds`` and ``/round_s``: number of rounds, and seconds per round;
+    - ``averaging/rounds``, ``/failed_rounds`` and ``/round_s``: number of rounds, number of failed rounds, and seconds
+      per round;
     - ``/staleness_steps``: mean number of local steps between snapshot and merge;
     - ``/bytes``: bytes sent by this replica;
     - ``/hidden_share``: share of communication that is hidden behind training;
@@ -59,7 +60,7 @@ class AveragingMonitor(Callback):
     def _is_due(self, summary: Any, every: int) -> bool:
         """Return whether to log now: after each round, or after ``every`` exchanges of gradients.
 
-        Windows of gradients and pushes to servers are exchanged at nearly every step, which is too often to log.
+        Windows of gradients and pushes to servers are exchanged at nearly every step, which would be too often to log.
         """
         number = summary.exchanges + summary.consensuses
         if number == self._logged or (summary.totals is not None and 0 < number - max(0, self._logged) < every):

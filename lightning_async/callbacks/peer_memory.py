@@ -54,7 +54,10 @@ class PeerMemory(CollectiveCallback, Callback):
         self._now: Peers | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Prepare the copies. At this moment the ranks are connected, and no checkpoint is restored yet."""
+        """Prepare the copies of this rank's state in other ranks' memory.
+
+        At this moment the ranks are connected, and no checkpoint is restored yet.
+        """
         check_object(self, trainer)
         self._now = None
         strategy = trainer.strategy
@@ -76,7 +79,10 @@ class PeerMemory(CollectiveCallback, Callback):
             self._now = Peers(trainer, self.policy)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to receive copies, before replicas become asynchronous, and before a joining rank asks to join."""
+        """Begin to receive copies of other ranks' states.
+
+        This is before replicas become asynchronous, and before a joining rank asks to join.
+        """
         if self._now is not None and not searches_lr(trainer):
             self._now.start()
 

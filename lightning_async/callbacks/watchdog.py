@@ -96,7 +96,10 @@ class HangWatchdog(Callback):
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds that the next step may take; ``other_s`` until ``warmup`` steps were measured."""
+        """Seconds that the next step may take; None: there is no limit.
+
+        It is ``other_s`` until ``warmup`` steps were measured, and follows from the measured steps afterwards.
+        """
         if len(self._steps) < self.warmup:
             return self.other_s
         return max(self.min_s, self.k * statistics.median(self._steps))

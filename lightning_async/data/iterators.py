@@ -140,6 +140,7 @@ class IterationPosition:
         """Return a function that, whenever it is called, returns the `position` as it was when `keep` was called.
 
         The position is built only when the function is called, because building it takes longer than keeping its parts.
+        With ``before``, it is the position before the batch that was fetched last.
         """
         now = (self._before if before else None) or self._now(random=before)
         tape = self.tape
@@ -151,14 +152,18 @@ class IterationPosition:
     def dataset(self) -> Any:
         """Return the dataset to iterate over.
 
-        It is the loader's own, the same with a loaded state, or a part of a stream that lost ranks had left.
+        It is the loader's own dataset, with a saved state if one was loaded. Or it is the part of a stream that lost
+        ranks have not trained on.
         """
         if self.stream is not None:
             return self._loader.dataset.rest(self.stream)
         return self._loader.dataset if self._resumed is None else self._resumed
 
     def sampler(self) -> Any:
-        """Return the loader's sampler of batches, or one over the indices that the start position lists."""
+        """Return the loader's sampler of batches.
+
+        If the start position lists the remaining indices, return a sampler of batches of these indices.
+        """
         if self.given is None:
             return self._loader._index_sampler
         drops = getattr(self._loader.batch_sampler, "drop_last", self._loader.drop_last)
@@ -243,7 +248,7 @@ def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> 
 
 
 def _indices(loader: Any, here: IterationPosition) -> Any:
-    """Return the object that replaces the loader's sampler; an iterable dataset keeps its own."""
+    """Return the object that replaces the loader's sampler; an iterable dataset keeps the loader's own sampler."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return loader._index_sampler
     start = here.start
@@ -251,9 +256,10 @@ def _indices(loader: Any, here: IterationPosition) -> Any:
 
 
 class _Nothing:
-    """An iteration that has ended, for a loader whose workers do not persist.
+    """A replacement of an ended iteration, so that its worker processes can end.
 
-    Other loaders may still have batches, and for each of these Lightning asks this iteration for a batch, too.
+    It is for one of several loaders. While the other loaders have batches, Lightning still asks this iteration for a
+    batch.
     """
 
     def __init__(self, here: IterationPosition) -> None:
@@ -268,7 +274,7 @@ class _Nothing:
 
 
 class _Single(_SingleProcessDataLoaderIter):
-    """torch's iterator without workers, which keeps a position."""
+    """torch's iterator without workers, which also knows its position in the data."""
 
     def __init__(self, loader: Any, here: IterationPosition, fetches_again: bool) -> None:
         self._here = here
@@ -299,7 +305,10 @@ class _Single(_SingleProcessDataLoaderIter):
 
 
 class _Multi(_MultiProcessingDataLoaderIter):
-    """torch's iterator with workers, which keeps a position and replaces workers that SIGTERM has ended."""
+    """torch's iterator with workers, which also knows its position in the data.
+
+    It replaces workers that SIGTERM has ended.
+    """
 
     _replaced = -1, 0
 
@@ -361,7 +370,11 @@ class _Multi(_MultiProcessingDataLoaderIter):
                 return batch
 
     def _were_told(self) -> bool:
-        """Return whether SIGTERM has ended workers; torch's workers exit with code 0 if their parent has sent it."""
+        """Return whether workers have ended because of SIGTERM.
+
+        A worker has either died of the signal, or ended with code 0: torch's workers do so if their parent sent the
+        signal.
+        """
         return not self._shutdown and any(w.exitcode in (0, -signal.SIGTERM) for w in self._workers)
 
     def _replace_workers(self) -> None:

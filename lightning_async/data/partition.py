@@ -82,9 +82,9 @@ def rendezvous(key: object, members: Sequence[str], seed: int = 0) -> int:
 
 @runtime_checkable
 class Partition(Protocol):
-    """A division of an epoch among replicas: each sample belongs to exactly one part.
+    """An interface for the division of an epoch among replicas: each sample belongs to exactly one part.
 
-    A partition of your own defines `owners`, and `dealer` for streams.
+    A partition of your own defines `owners`, and, for streams, also `dealer`.
     """
 
     shuffle: bool = True
@@ -185,12 +185,13 @@ class Weighted(Partition):
 
     .. math:: \Big| n_r - \frac{w_r}{\sum_j w_j} L \Big| < 1
 
-    The sizes are those of `largest_remainder`. At any point of a stream, the samples before it are divided in nearly
-    the same proportions.
+    :math:`n_r` is the number of samples of replica :math:`r`, :math:`w_r` is its weight, and :math:`L` is the number
+    of all samples. The sizes are those of `largest_remainder`. At any point of a stream, the samples before it are
+    divided in nearly the same proportions.
 
     Args:
-        weights: Weight of each replica, such as its samples per second, by its stable id as a number. Replicas that are
-            not named have weight 1.
+        weights: Weight of each replica, such as its samples per second, by its stable id as a number. Replicas that
+            are not named have weight 1.
         shuffle: Whether an epoch is shuffled. Default: True. If False, each replica has one block of the data, in
             order.
         seed: Seed of the shuffling, together with the epoch. Default: 0.
@@ -307,7 +308,7 @@ the number of its first batch that is left.
 
 
 def place_in(partition: Partition, told: Told) -> Callable[[Any], int | None]:
-    """Return a function that finds the place of a stream's samples in the part of a stream that ``told`` describes.
+    """Return a function that numbers the samples of a stream within one part of it, which ``told`` describes.
 
     The function must be called with each sample of the stream in turn. It returns the sample's number within the part,
     or None if the sample does not belong to the part.
@@ -346,9 +347,9 @@ def _place_in_rest(partition: Partition, told: Told) -> Callable[[Any], int | No
 
 
 def _batch(place: int, of: Told) -> int:
-    """Return the number of the batch that holds the sample at this place in the part ``of`` a stream.
+    """Return the number of the batch that contains the sample number ``place`` of a part of a stream.
 
-    Workers take samples in turn, and yield batches in turn.
+    ``of`` describes the part's loader. Its workers take samples in turn, and yield batches in turn.
 
     >>> [_batch(place, {"workers": 2, "batch_size": 2}) for place in range(7)]
     [0, 1, 0, 1, 2, 3, 2]
@@ -358,14 +359,15 @@ def _batch(place: int, of: Told) -> int:
 
 
 def dealt(left: Iterable[tuple[Told, int]], takers: Mapping[str, Told]) -> dict[str, Told]:
-    """Deal out the samples that are left of lost ranks' parts of a stream, one by one, to other ranks.
+    """Divide the samples of a stream that lost ranks have not trained on among other ranks, one by one.
 
     Args:
-        left: Description of each lost rank's part, with the number of the first batch that the rank had left.
-        takers: Description of the own part of each rank that takes samples, by name.
+        left: Description of each lost rank's part of the stream, with the number of the first batch that the rank has
+            not trained on.
+        takers: For each rank that gets samples, the description of its own part, by name.
 
     Returns:
-        Description of the additional part of each rank that takes samples, by name.
+        For each rank that gets samples, the description of its additional part, by name.
     """
     lost = [(dict(each), begin) for each, begin in left]
     return {
@@ -387,7 +389,10 @@ _looked_for: ContextVar[bool] = ContextVar("looked_for", default=False)
 
 @contextmanager
 def yet_to_be_numbered() -> Iterator[None]:
-    """Accept unequal parts of samplers in the block, because the strategy has not given them their parts yet."""
+    """Accept, within the block, partitioned samplers whose parts are unequal.
+
+    The strategy has not told them yet which part is this rank's.
+    """
     # A context variable: other threads may use samplers at the same time.
     token = _looked_for.set(True)
     try:
@@ -430,26 +435,28 @@ class _Place:
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks take every step together. This is so if torch.distributed or Horovod gave their numbers."""
+        """Whether ranks take every step together. This is so if torch.distributed or Horovod has numbered the ranks."""
         if self.members is not None or _looked_for.get():
             return False
         together = dist.is_available() and dist.is_initialized()
         return together or any(size in os.environ and rank in os.environ for size, rank in _HOROVODS)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle for a loader's worker holds: the worker's process could not find these numbers out."""
+        """Return the ids of all replicas and this replica's number, for a pickle.
+
+        The process of a loader's worker, which receives the pickle, could not find them out.
+        """
         members, rank = self.known()
         return {"members": members, "rank": rank}
 
 
 class _Numbered:
-    """A base class for one replica's part of a dataset or a stream, which can be replaced by another part."""
+    """A base of classes for one replica's part of a dataset or a stream. `number` sets which part it is."""
 
     _place: _Place
 
     @property
     def num_replicas(self) -> int:
-        """Number of parts."""
         return len(self._place.known()[0])
 
     @property
@@ -458,7 +465,7 @@ class _Numbered:
         return self._place.members is not None
 
     def number(self, members: Sequence[str], rank: int) -> None:
-        """Yield the part of the replica ``members[rank]`` from now on.
+        """Set which part this object yields from now on: the part of the replica ``members[rank]``.
 
         Args:
             members: Stable ids of all replicas.
@@ -528,7 +535,10 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
         return iter(self.indices())
 
     def _check_equal(self) -> None:
-        """Raise ValueError if parts are unequal: ranks with more batches would wait for the others until they fail."""
+        """Raise ValueError if parts are unequal.
+
+        Ranks with more batches would wait, until an error, for those that have ended.
+        """
         members, _ = self._place.known()
         whole = len(self.dataset)
         owners = self.partition.owners(self.partition.order(whole, self.epoch), members)
@@ -551,8 +561,8 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
     Every worker of every replica reads the whole stream, which must be the same for all, and skips samples of others.
     Use it for streams that are cheap to read. If decoding is costly, decode the samples that this class yields, and not
     those of ``stream``. When replicas are lost, the stream is divided again from the next epoch on. At the end of the
-    current epoch, the other replicas train on the samples that the lost replicas had left. For that they read the
-    stream once more, so within an epoch it must yield the same samples again.
+    current epoch, the other replicas train on the samples that the lost replicas have not trained on. For that they
+    read the stream once more, so within an epoch it must yield the same samples again.
 
     Args:
         stream: Any iterable over samples that can be iterated over again.
@@ -590,12 +600,15 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
         self._rest: Told | None = None
 
     def part(self) -> dict[str, Any]:
-        """Return the description of this replica's part, see `Told`."""
+        """Return which part of the stream this replica reads, in the form of `Told`."""
         members, rank = self._place.known()
         return {"members": list(members), "rank": rank}
 
     def rest(self, told: Told) -> PartitionedStream:
-        """Return a copy of this stream that yields, of the samples that lost ranks had left, the part ``told``."""
+        """Return a copy of this stream that yields one part of the samples that lost ranks have not trained on.
+
+        ``told`` describes this part.
+        """
         found = copy.copy(self)
         found._rest = told
         return found

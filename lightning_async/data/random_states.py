@@ -1,4 +1,7 @@
-"""Random generators: their states as plain values, repeated calls that draw from them, and code for loader workers."""
+"""Random generators: their states as plain values, and calls that are repeated with the same random numbers.
+
+Code that runs in loader workers restores their generators.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,10 @@ def reseed(seed: int) -> None:
 
 
 def of_another(states: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return a seed, for `reseed`, for a rank without saved states, made from another rank's states and ``rank``."""
+    """Return a seed for a rank without saved states, made from another rank's states and from ``rank``.
+
+    It is for `reseed`.
+    """
     return {"seed": zlib.crc32(states["torch"]) + rank}
 
 
@@ -186,7 +192,7 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 
 def _freeze(value: Any) -> Any:
-    """Return NumPy's states in a form that ``==`` can compare, as it cannot for arrays."""
+    """Return NumPy's states in a form that ``==`` can compare. It cannot compare arrays."""
     if isinstance(value, dict):
         return {name: _freeze(entry) for name, entry in value.items()}
     if isinstance(value, np.ndarray):
@@ -206,7 +212,7 @@ T = TypeVar("T")
 
 
 class Tape:
-    """The states of generators from which a sequence of calls drew, so that another process can repeat the calls.
+    """A record of the random states from which a sequence of calls drew, so that another process can repeat the calls.
 
     The tape has no entry for a call that draws nothing, or that draws from the states in which the last call stopped. A
     sampler that draws only a seed, at the start, therefore makes one entry, whatever training draws between batches.
@@ -224,7 +230,10 @@ class Tape:
         self._left: States = {}
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call ``function``, from the states of the earlier tape if it has an entry for this call; record the call."""
+        """Call ``function``, and record from which random states it draws.
+
+        If the earlier tape has an entry for this call, the generators are first set to the states of the entry.
+        """
         if self.made in self._known:
             self._generators.put(self._known[self.made])
         # States before and after show what the call drew from, whatever training draws between calls.
@@ -241,18 +250,19 @@ class Tape:
             self.made += 1
 
     def drawn(self, made: int) -> dict[int, States]:
-        """Return the entries of the first ``made`` calls."""
+        """Return the recorded random states of the first ``made`` calls, by the number of the call."""
         return {call: states for call, states in self._drawn.items() if call < made}
 
 
 class Indices:
-    """An iterable that replaces a loader's sampler, and may begin after the indices that were taken already.
+    """An iterable that replaces a loader's sampler, and that can resume after the indices that were taken already.
 
-    Then it first repeats the sampler's earlier calls, but nothing is fetched for their indices.
+    To resume, it first calls the sampler for those indices again, with the same random numbers. Their samples are not
+    fetched.
 
     Args:
-        sampler: Makes the sampler.
-        begin: Begins a tape of the sampler's calls.
+        sampler: Function that makes the sampler.
+        begin: Function that begins a record of the sampler's calls, see `Tape`.
         generators: Generators that are restored after the repeated calls.
         skip: Number of indices that were taken. Default: 0.
         made: Number of calls of the sampler to repeat, including those for batches fetched ahead. Default: 0.
@@ -347,7 +357,7 @@ class Resumed(IterableDataset[Any]):
 
     Some datasets behave so without this class. Others, such as those of Hugging Face, begin every iteration at the
     loaded state while their epoch is the same, so all samples before it would be missing forever. The second iteration
-    shows which kind a dataset is: if its first sample leads to the same state as the first sample after the load did,
+    shows which kind a dataset is: if the dataset's state after the first sample is the same as in the first iteration,
     it has begun at the loaded state again. Then the load is undone, and the iteration begins again.
 
     Args:
@@ -510,7 +520,7 @@ class WorkerStart:
     Args:
         init: The loader's own function. None: it has none.
         states: States by worker; a worker without one begins at the start.
-        collate: The loader's ``collate_fn``, which may have generators.
+        collate: The loader's ``collate_fn``, which may contain random generators.
     """
 
     def __init__(

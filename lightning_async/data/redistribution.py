@@ -27,7 +27,8 @@ _AT_ONCE = 4096
 class Given:
     """A sampler of given indices, in this order.
 
-    Indices become Python numbers only as they are needed, because all ranks wait for the first batch.
+    Indices are converted to Python numbers one at a time, as they are needed. Converting all of them first would delay
+    the first batch, for which all ranks wait.
     """
 
     def __init__(self, indices: Tensor) -> None:
@@ -74,7 +75,7 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
 
 
 def share(position: Position) -> list[int]:
-    """Return the indices of one rank's whole epoch, from its position."""
+    """Return all indices of one rank in the epoch of its saved ``position``, including those before the position."""
     told = position["share"]
     everything = range(position["share"]["length"])
     if told["kind"] == "given":
@@ -108,7 +109,7 @@ def size_of(loader: Any) -> int | None:
 
 
 def workers_of(loader: Any) -> int | None:
-    """Return the number of workers that read an iterable dataset, and may divide it; None for other datasets."""
+    """Return the number of workers among which an iterable dataset may be divided; None for other datasets."""
     return loader.num_workers if loader._dataset_kind == _DatasetKind.Iterable else None
 
 
@@ -145,13 +146,19 @@ def rest(positions: Sequence[Position]) -> list[int]:
 
 
 def divide(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """Return one rank's part; as in DistributedSampler, some indices are repeated if they do not divide evenly."""
+    """Return one rank's part of the indices: every ``ranks``-th one.
+
+    If they do not divide evenly, some indices are repeated, as in DistributedSampler. ``batch_size`` has no effect.
+    """
     padding = -len(indices) % ranks
     return [*indices, *itertools.islice(itertools.cycle(indices or [0]), padding)][rank::ranks]
 
 
 def deal(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """Return one rank's part, each index once, for ranks that may take unequal numbers of steps."""
+    """Return one rank's part of the indices: every ``ranks``-th one. No index is repeated.
+
+    So ranks may get unequal numbers of batches. ``batch_size`` has no effect.
+    """
     return indices[rank::ranks]
 
 
@@ -171,7 +178,7 @@ def deal_steps(indices: list[int], rank: int, ranks: int, batch_size: int) -> li
 
 
 def in_the_last_step(left: int, ranks: int, batch_size: int) -> list[int]:
-    """Return the number of indices that each rank has in the last step, of ``left`` indices dealt out by `deal_steps`.
+    """Return how many indices each rank has in the last step, if `deal_steps` divides ``left`` indices.
 
     >>> in_the_last_step(5, 2, 2), in_the_last_step(7, 2, 2)
     ([1, 0], [2, 1])
@@ -189,8 +196,9 @@ class DataShard(NamedTuple):
 
     Args:
         first: Number of the part's first batch, in this rank's epoch.
-        end: Number of the part's last batch, plus one; infinite for a part of the rest of a stream.
-        skipped: Number of batches of the rank's loaders that come before batch ``first`` and are not in the part.
+        end: Number of the part's last batch, plus one; infinite for a part of a stream.
+        skipped: Number of batches that this rank's loaders yield before batch ``first`` although they are not in the
+            part.
         cycles: Whether a loader that ends before others begins again; otherwise it has no more batches.
         loaders: For each loader, a description of its indices, see `describe`, and its number of batches. The
             description is None if the indices cannot be known.
@@ -219,7 +227,10 @@ class DataShard(NamedTuple):
 
 
 def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
-    """Return the description of a loader's indices in the epoch that begins, and its number of batches."""
+    """Return a description of a loader's indices in this epoch, for other ranks, and its number of batches.
+
+    If the indices cannot be described, return None and 0.
+    """
     if not _is_plain(loader) or (told := describe(loader, None)) is None:
         return None, 0
     of_all = told["kind"] != "distributed" or len(loader.batch_sampler.sampler.dataset) == told["length"]  # pyright: ignore
@@ -227,7 +238,10 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
 
 
 def stream_of(loader: Any) -> dict[str, Any] | None:
-    """Return the description of a loader's part of a stream in this epoch, or None if others could not read it."""
+    """Return a description of a loader's part of a stream in this epoch.
+
+    Other ranks can read the rest of the part by it. Returns None if they could not.
+    """
     if not _is_plain(loader) or not getattr(loader, "in_order", True):
         return None
     stream = loader.dataset
@@ -266,7 +280,7 @@ def distributed(told: dict[str, Any]) -> Tensor:
 def _order(length: int, seed: int | None) -> Tensor:
     """Return all indices in the order of an epoch.
 
-    The last result is cached, because all ranks' shares of an epoch are computed from it, while all ranks wait.
+    The last result is cached. All ranks' shares of an epoch are computed from the same order, while all ranks wait.
     """
     if seed is None:
         return torch.arange(length)
@@ -288,11 +302,11 @@ class JoinedBatches(NamedTuple):
 
     @classmethod
     def of(cls, shares: Iterable[tuple[DataShard, int]], already: Joined | None = None) -> JoinedBatches:
-        """Join the batches of shares, without the repeated indices by which a sampler gives all ranks equal numbers.
+        """Join the batches of shares, without the indices that a sampler repeats so that all ranks have equally many.
 
         Args:
             shares: Each share, with the number of the first batch to take from it.
-            already: Indices that `joined` has concatenated ahead of time. Default: None.
+            already: Sample indices of the shares, if `joined` has concatenated them before. Default: None.
         """
         cut = [found for each, begin in shares if (found := _columns(each, begin))]
         columns = [_join(column, already or {}) for column in zip(*cut, strict=True)]
@@ -305,7 +319,12 @@ class JoinedBatches(NamedTuple):
         return len(self.starts[0]) if self.starts else 0
 
     def take(self, column: int, numbers: Tensor) -> Tensor:
-        """Return the indices of loader number ``column`` in the batches with these numbers."""
+        """Return the sample indices of some batches, for one loader.
+
+        Args:
+            column: Number of the loader.
+            numbers: Numbers of the batches.
+        """
         starts = self.starts[column][numbers]
         lengths = self.lengths[column][numbers]
         size = int(lengths.max()) if len(lengths) else 0
@@ -318,13 +337,14 @@ class JoinedBatches(NamedTuple):
 
 
 class Dealt(Mapping[str, DataShard]):
-    """The shares into which batches are dealt out, by name of the rank that takes the share.
+    """The shares into which batches are divided, by name of the rank that gets the share.
 
-    A share is computed when it is first read, because all ranks wait meanwhile.
+    A share is computed only when it is first read. All ranks wait meanwhile, so no rank computes shares that it does
+    not need.
 
     Args:
-        left: Batches to deal out.
-        takers: Number of the next batch of each rank that takes a share, by name.
+        left: Batches to divide.
+        takers: Number of the next batch of each rank that gets a share, by name.
         like: Description of the loaders that the shares are for.
     """
 
@@ -365,12 +385,12 @@ def inherited(
     """Deal out the batches that are left of lost ranks' shares to the live ranks, each batch once.
 
     The numbers of batches that two live ranks get differ by one at most. If lost ranks had batches of unequal sizes,
-    the new shares have batches of the smallest size, because all live ranks have room for it.
+    the new shares have batches of the smallest size, because batches of that size fit into every rank's memory.
 
     Args:
-        shares: Each lost rank's share, with the number of the first batch that the rank had left.
+        shares: Each lost rank's share, with the number of the first batch that the rank has not trained on.
         takers: Number of the next batch of each live rank, by name.
-        already: Indices that `joined` has concatenated ahead of time. Default: None.
+        already: Sample indices of the shares, if `joined` has concatenated them before. Default: None.
 
     >>> told = {"kind": "given", "length": 9, "batch_size": 2, "indices": torch.arange(9)}
     >>> dealt = inherited([(DataShard(0, 5, 0, False, [(told, 5)]), 2)], {"0": 5, "2": 7})
@@ -389,7 +409,7 @@ def streamed(
     """Deal out the rest of lost ranks' parts of a stream to the live ranks, by samples, whose number is unknown.
 
     Args:
-        shares: Each lost rank's share, with the number of the first batch that the rank had left.
+        shares: Each lost rank's share, with the number of the first batch that the rank has not trained on.
         takers: Share of each live rank, with the number of its next batch, by name.
     """
     left = [
@@ -421,8 +441,10 @@ def before(one: DataShard, others: Iterable[DataShard]) -> DataShard:
 def unheard(shares: Iterable[DataShard]) -> list[DataShard]:
     """Return the shares of ranks that were lost at the start of an epoch, before they could describe their shares.
 
+    They follow from the shares that the other ranks have described.
+
     Args:
-        shares: Shares that the other ranks have described.
+        shares: Shares of the other ranks.
     """
     there = list(shares)
     told = [each for one in there for each, _ in one.loaders if each is not None and each["kind"] == "distributed"]
@@ -473,9 +495,15 @@ def _join(columns: Sequence[tuple[Tensor, Tensor, Tensor]], already: Joined) -> 
 
 
 def _given(left: JoinedBatches, mine: Tensor, first: int, like: list[tuple[dict[str, Any] | None, int]]) -> DataShard:
-    """Return the batches with the numbers ``mine`` as one rank's share, with those that are not full at its end.
+    """Return the batches of ``left`` with the numbers ``mine`` as one rank's share.
 
-    They must be last, because a loader cuts the indices into full batches.
+    Batches that are not full come last in it, because a loader cuts the indices of a share into full batches.
+
+    Args:
+        left: Batches that lost ranks have not trained on.
+        mine: Numbers of the batches that this rank gets.
+        first: Number of the rank's next batch.
+        like: Description of the rank's loaders.
     """
     sizes = _sizes(like)
     columns = [lengths[mine] == size for lengths, size in zip(left.lengths, sizes, strict=True)]
@@ -498,13 +526,13 @@ def by_steps(
 ) -> dict[str, DataShard]:
     """Deal out each sample once, for ranks with batches of unequal size that take every step together.
 
-    Step :math:`s` has the samples :math:`sn` to :math:`(s+1)n` of what is left, in the order in which ranks with equal
-    batches would come to them; :math:`n` is the sum of all ``sizes``. The last step may have fewer samples, which are
-    divided as closely to the proportions of ``sizes`` as possible; every rank has one at least if there are enough. No
-    shares are returned if a rank would have no sample at all.
+    Step :math:`s` has the samples :math:`sn` to :math:`(s+1)n` of the remaining ones, in the order in which ranks with
+    equal batches would train on them; :math:`n` is the sum of all ``sizes``. The last step may have fewer samples,
+    which are divided as closely to the proportions of ``sizes`` as possible; every rank has one at least if there are
+    enough. No shares are returned if a rank would have no sample at all.
 
     Args:
-        left: Each lost rank's share, with the number of the first batch that the rank had left.
+        left: Each lost rank's share, with the number of the first batch that the rank has not trained on.
         takers: Number of the next batch of each rank, by name.
         sizes: Batch size of each rank, by name.
         whole: Whether to drop the last step if it has fewer samples, as with ``drop_last``. Default: False.
@@ -553,7 +581,10 @@ def _begins(lengths: list[int]) -> list[int]:
 
 
 def _in_order(left: list[tuple[DataShard, int]]) -> Tensor:
-    """Return the samples that are left, in the order in which the ranks would have come to them."""
+    """Return the remaining samples, in the order in which the ranks would have trained on them.
+
+    ``left`` has each rank's part, with the number of the first batch that the rank has not trained on.
+    """
     batches = JoinedBatches.of(left)
     lengths = [len(JoinedBatches.of([each])) for each in left]
     numbers = [max(begin, each.first) + torch.arange(n) for (each, begin), n in zip(left, lengths, strict=True)]

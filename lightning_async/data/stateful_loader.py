@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 
 def sources_of(loaders: Sequence[Any]) -> list[Source]:
-    """Return a `Source` for each train dataloader."""
     names = ["the train dataloader"] if len(loaders) == 1 else [f"train dataloader {i}" for i in range(len(loaders))]
     return [_source_of(loader, name) for loader, name in zip(loaders, names, strict=True)]
 
@@ -36,9 +35,12 @@ def generators_of(sources: Sequence[Source]) -> Generators:
 
 
 def recounted(sources: Sequence[Source], positions: Sequence[Position]) -> list[Position]:
-    """Return positions that fit these loaders, whose batch sizes, datasets or workers may have changed since the save.
+    """Return saved positions, converted to these loaders.
 
-    The position of a single loader is converted by counting samples. A warning names what cannot be continued exactly.
+    Batch sizes, datasets or workers may have changed since the save.
+
+    If there is only one loader, its position is converted by counting samples. A warning names what cannot be continued
+    exactly.
     """
     found = list(positions)
     if len(sources) == len(positions):
@@ -55,7 +57,7 @@ def _sizes(batch_size: int | None, length: int | None, workers: int | None) -> s
 
 
 def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
-    """Begin the next iteration of each loader at its position; raise ValueError if their number has changed."""
+    """Begin the next iteration of each loader at its position; raise ValueError without a position for each loader."""
     if len(sources) != len(positions):
         raise ValueError(
             f"the checkpoint is of a training with {len(positions)} train dataloaders, and this one has {len(sources)}."
@@ -95,7 +97,7 @@ class Source:
         self._armed: Position | None = None
 
     def generators(self) -> dict[str, Any]:
-        """Return the random generators of the loader, by path."""
+        """Return the random generators of the loader, by the path of attributes at which each one is found."""
         return {}
 
     def position(self, before: bool, ended: bool) -> Position:
@@ -109,7 +111,12 @@ class Source:
         raise NotImplementedError
 
     def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
-        """Return a function that returns the `position` as of now; it must be called at most one fetch later."""
+        """Return a function that returns the present `position`. Call the function before the second fetch from now.
+
+        Args:
+            before: Whether it is the position before the batch that was fetched last.
+            ended: Whether the loader has no more batches.
+        """
         position = self.position(before, ended)
         return lambda: position
 
@@ -145,7 +152,7 @@ class Source:
         return then is not None and workers_of(self.loader) not in (None, then)
 
     def _begun_anew(self, position: Position) -> Position:
-        """Warn that the epoch begins again, because it is unknown which samples were left; return that position."""
+        """Warn that the epoch begins again, because the remaining samples are unknown; return its first position."""
         loader = self.loader
         taken = position["taken"]
         size = position["batch_size"]
@@ -266,9 +273,10 @@ class _OfDataLoader(Source):
         return self._behind(position, order)
 
     def _undrawn(self, position: Position) -> Position:
-        """Return the converted position if nothing was fetched yet.
+        """Return ``position``, from which nothing was fetched yet, converted to this loader's batch size.
 
-        It is the start of an epoch, or of the rest of an epoch that was divided among another number of ranks.
+        The position is the start of an epoch, or of the rest of an epoch that was divided among another number of
+        ranks.
         """
         told = position.get("share") or {}
         then = position["batch_size"]
@@ -292,7 +300,10 @@ class _OfDataLoader(Source):
         return {**position, "batch_size": now, "length": length, "share": given}
 
     def _still_there(self, position: Position, left: list[int], as_many: bool = False) -> list[int]:
-        """Return the indices in ``left`` that the dataset still has, see `kept`; warn if its length has changed."""
+        """Return the indices in ``left`` that the dataset still has; warn if the dataset's length has changed.
+
+        ``as_many`` is passed on to `kept`.
+        """
         length = len(self.loader.dataset)
         sampler = getattr(self.loader.batch_sampler, "sampler", None)
         if length != position["length"]:
@@ -324,7 +335,10 @@ class _OfDataLoader(Source):
         return order
 
     def _behind(self, position: Position, order: list[int]) -> Position:
-        """Return a position before the indices in ``order`` that are left, in batches of the present size."""
+        """Return a position from which the remaining indices of ``order`` come next, in batches of the present size.
+
+        The remaining ones are those that training had not reached at ``position``.
+        """
         told = position.get("share") or {}
         size = size_of(self.loader) or 1
         batches: Any = self.loader.batch_sampler
@@ -346,9 +360,9 @@ class _OfDataLoader(Source):
         return {**position, **sizes, "taken": 0, "made": 0, "drawn": {}, "share": given}
 
     def _refetched(self, position: Position, then: int, now: int) -> Position:
-        """Return the position in a dataset without indices, converted from batches of ``then`` samples to ``now``.
+        """Return the position in an iterable dataset after the batch size has changed from ``then`` to ``now``.
 
-        Without a state of the dataset, it is rounded down to whole batches of each worker.
+        If the dataset has no state of its own, the position is rounded down to whole batches of each worker.
         """
         samples = position["taken"] * then
         if resumable(self.loader.dataset):  # the dataset's own state holds its place
@@ -365,7 +379,10 @@ class _OfDataLoader(Source):
         return {**position, "batch_size": now, "taken": taken}
 
     def _of_one_reader(self, position: Position) -> Position:
-        """Return the position if this process read the dataset at the save and one worker does now, or vice versa."""
+        """Convert a position between two kinds of reading: by this process, and by one worker.
+
+        The save used one kind, and the loader uses the other one now.
+        """
         workers = position["workers"]
         state = workers.get(0, {}).get("dataset") if position["num_workers"] else position["dataset"]
         moved = _without_states(position, self.loader)
@@ -423,7 +440,10 @@ class _OfDataLoader(Source):
 
 
 class _IteratorsOf:
-    """A replacement of a loader's `_get_iterator`; pickles and deep copies of the loader have torch's own again."""
+    """A replacement of a loader's `_get_iterator`, whose iterators keep their position.
+
+    A pickle or a deep copy of the loader has torch's own `_get_iterator` again.
+    """
 
     def __init__(self, source: _OfDataLoader) -> None:
         self._loader = source.loader
@@ -437,7 +457,10 @@ class _IteratorsOf:
 
 
 class _OfIterable(Source):
-    """A source for any other iterable, which resumes by ``load_state_dict``, or by fetching batches again."""
+    """A source for an iterable that is no DataLoader.
+
+    It resumes by ``load_state_dict``, or by fetching batches again.
+    """
 
     def __init__(self, loader: Any, name: str) -> None:
         super().__init__(loader, name)
@@ -586,7 +609,7 @@ class _OfIterable(Source):
 
 
 class _Followed:
-    """A replacement of a loader, whose iterations keep the position of the loader's source up to date."""
+    """A loader that replaces another one. Its iterations keep the position of the loader's source up to date."""
 
     def __init__(self, loader: Any, iterator: Callable[[], Iterator[Any]]) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""The strategies that a user gives to the Trainer, and the part of each replica in a session of training.
+"""The strategies that a user gives to the Trainer, and how a replica trains under each of them.
 
 - `AsyncAveragingStrategy`, `AsyncGradientStrategy` and `ParameterServerStrategy` are the public classes. They derive
   from `AsyncStrategy` (sync points, sessions), and that from `ReplicatedStrategy` (ranks, one model, collectives).
@@ -7,8 +7,9 @@
 - `JoinCoordinator` and `JoiningRank` are the two sides of a join; `RankMap` holds the live ranks and their numbers.
 - `ServerHandle` and `Servers` find, start and end parameter servers; `ServerOptions` holds their rarer settings.
 
-Threads: everything runs on the training thread, except joins, which a thread prepares and another one completes, and
-a worker's requests to servers, which have a thread of their own. The engine's thread reports lost ranks.
+Threads: everything runs on the training thread, with these exceptions. A join is prepared on one thread, and its
+connection is closed on another. A worker's requests to servers have a thread of their own. The engine's thread reports
+lost ranks.
 
 Read base and async_strategy first, then session and local_steps; the other step runners; join and server modules last.
 """

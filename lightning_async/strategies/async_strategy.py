@@ -206,7 +206,7 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def fewest(self) -> int:
-        """Smallest number of live replicas with which the job goes on: they train, or wait for ranks to join."""
+        """Smallest number of live replicas with which the job does not end. They train, or wait for ranks to join."""
         return self.config.survives(self.num_started, can_lose=isinstance(self.transport, TorchTransport))
 
     @property

@@ -70,7 +70,10 @@ class SavedState:
         self._owner = module
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Hold the state of averaging of a checkpoint that Lightning has read; the checkpoint stays as it is."""
+        """Keep the averaging state that a loaded checkpoint contains, until `resume` takes it.
+
+        The checkpoint is not changed.
+        """
         self._has_loaded = True
         self._loaded = checkpoint.get(self._key)
         self._last = None
@@ -81,11 +84,11 @@ class SavedState:
     def leave_rule(self, rule: str) -> None:
         """Discard the averaging rule's state that was loaded, and every replica's own weights.
 
-        Averaging then goes on with ``rule``, whose state is empty, and all replicas have the checkpoint's weights. This
-        is for a strategy that needs only the weights, whichever strategy wrote the checkpoint.
+        Averaging then goes on with another rule, ``rule``, whose state is empty, and all replicas have the checkpoint's
+        weights. This is for a strategy that needs only the weights, whichever strategy wrote the checkpoint.
 
         Args:
-            rule: Name of the rule.
+            rule: Name of the rule with which averaging goes on.
         """
         if self._loaded is not None:
             begins = {"alike": None, "synchronous": True, "fresh": True}
@@ -143,8 +146,8 @@ class SavedState:
             checkpoint: The checkpoint.
             now: Present state. None before a fit begins and after it has ended: then the loaded state is written, or
                 the one passed to `keep`.
-            origin: Description of the checkpoint, if each rank writes a different one. Default: a description is made
-                from the content when the checkpoint is loaded.
+            origin: Name by which ranks see that they load the same checkpoint, if each rank writes a file of its own.
+                Default: a description is made from the content when the checkpoint is loaded.
         """
         state = now or self._loaded or self._last
         if state is not None:
@@ -156,10 +159,10 @@ class SavedState:
             self._warn_of_windows(saved)
 
     def resume(self, averager: BackgroundAverager, rank: int, world_size: int) -> None:
-        """Load the saved state into the averager, if there is one.
+        """Load the saved averaging state, if there is one, into the averager.
 
-        If the checkpoint was saved with another number of ranks, every rank takes rank 0's clocks, without the parts
-        that belong to rank 0 alone.
+        The state has each rank's clocks: its counts of steps, rounds and work. If the checkpoint was saved with another
+        number of ranks, every rank takes rank 0's clocks, without the parts that belong to rank 0 alone.
 
         Args:
             averager: Averager of this session, not started yet.
@@ -211,10 +214,10 @@ class SavedState:
 
 
 def state_of(averager: BackgroundAverager, world: LightningCollectives | None) -> dict[str, Any]:
-    """Return the engine's state for a checkpoint.
+    """Return the engine's state for a checkpoint. It has the clocks (counts of steps, rounds and work) of replicas.
 
-    At a sync point, all ranks call this together, and the state holds the clocks of every replica. Between sync points
-    a rank may call this alone, and the state holds the clocks of this replica only.
+    At a sync point, all ranks call this together, and the state has the clocks of every replica. Between sync points a
+    rank may call this alone, and the state has the clocks of this replica only.
     """
     if world is None or world.asynchronous:
         replicas = [averager.clocks()]
@@ -224,7 +227,10 @@ def state_of(averager: BackgroundAverager, world: LightningCollectives | None) -
 
 
 def clocks_of(averager: BackgroundAverager, rank: int) -> dict[str, Any]:
-    """Return a rank's clocks for `state_of`; state that is equal on all ranks is in rank 0's clocks only."""
+    """Return a rank's clocks (counts of steps, rounds and work) for `state_of`.
+
+    Values that are equal on all ranks are only in rank 0's clocks.
+    """
     return averager.clocks() if rank == 0 else {**averager.clocks(), "alike": None}
 
 

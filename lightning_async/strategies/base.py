@@ -1,7 +1,8 @@
 """The base of every strategy of this package: ranks and their launch, one model at the start, collectives.
 
-`ReplicatedStrategy` is the base class. `Roles` tells which ranks are replicas. `asks_the_store` returns whether a
-process must ask the store if it was restarted while others train, because its launcher does not say so.
+`ReplicatedStrategy` is the base class. `Roles` tells which ranks are replicas. Some launchers do not tell a process
+whether it was restarted while other ranks train. `asks_the_store` returns whether the process must find this out from
+the store.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _AUTO = "auto"
 def asks_the_store(variables: Mapping[str, str]) -> bool:
     """Return whether this rank must ask the store whether it was restarted while the other ranks train.
 
-    It must if the environment variables ask for it, or if each rank has its own torchrun agent: such an agent counts
+    It must if an environment variable says so, or if each rank has its own torchrun agent: such an agent counts
     only the starts of its own rank, and does not know whether the others were restarted, too.
 
     Args:
@@ -124,8 +125,8 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         transport: Starts the ranks and moves their bytes; a `Transport`, or a short name, see `choose_transport`.
             Default ``"auto"``.
         dead_after: Time without a heartbeat after which a rank is lost; None for no heartbeats.
-        gloo_timeout: Time after which Gloo inside Horovod gives up on a silent peer, if a short name chose Horovod.
-            Default 30 s.
+        gloo_timeout: Time after which Gloo inside Horovod gives up on a silent peer, if ``transport`` is a short name
+            that stands for Horovod. Default 30 s.
 
     Raises:
         TypeError: ``transport`` is no transport.
@@ -307,7 +308,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def place(self) -> Any:
-        """The cluster environment with the current rank and the number of live replicas."""
+        """The cluster environment of this process, with its current rank and the number of live replicas."""
         return among(self.live_ranks, self.cluster_environment, self.roles.num_serving)
 
     def use(self, connection: Connection, run: int) -> None:

@@ -1,12 +1,12 @@
 """Corrections of the delay of gradients, applied to one replica on its training thread.
 
-- `LateGradientCorrection` keeps a copy of the parameters from before the last step, and corrects a late gradient by
-  how far the parameters have moved since it was computed.
+- `LateGradientCorrection` keeps a copy of the parameters from before the last step, and corrects a late gradient by how
+  far the parameters have moved since it was computed.
 - `ParameterLookahead` swaps the parameters with a predicted copy during a batch's forward and backward pass. At all
   other times the parameters are those that the optimizer has stepped to.
 
-Both discard their state at sync points. So training goes on in the same way after a sync point as from a checkpoint
-that was saved there without this state.
+Both discard their state at sync points. So a checkpoint that is saved at a sync point does not need this state:
+training that resumes from it goes on exactly like the training that has saved it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Correcting:
 
     @contextmanager
     def batch(self, opens: bool) -> Iterator[None]:
-        """Return a context for the forward and backward passes of a batch.
+        """Return a context in which a batch's forward and backward passes run, for example at predicted parameters.
 
         Args:
             opens: Whether the batch is the first of its window.

@@ -212,9 +212,9 @@ class AsyncGradientStrategy(AsyncStrategy):
         return self._trainer is not None and not self._trainer.fit_loop._should_accumulate()
 
     def tell_place(self) -> None:
-        """Record, when a window is sent, that its message covers all batches up to the current one.
+        """Record, when a window is sent, that its message covers this rank's batches up to the current one.
 
-        If this rank is lost, the other ranks train on its remaining samples from there.
+        If this rank is lost, the other ranks train on its remaining samples after this batch.
         """
         if self.fit_sessions is not None:
             self.fit_sessions.patches.tell_place()

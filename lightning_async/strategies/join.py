@@ -69,7 +69,7 @@ class PreparedJoin(NamedTuple):
     Args:
         joining_rank: Name under which the joining rank waits.
         names: Stable ids of all ranks; the joining rank's is the last.
-        run: Number of the run that will begin with the joining rank.
+        run: Number of the run (session of all ranks) that begins when the rank has joined.
         connection: Connection of all ranks, with all groups that training needs.
         pair: Collectives between rank 0 and the joining rank; None on other ranks.
         place: Place of the joining rank in the epoch, see `JoinerData.place`.
@@ -118,7 +118,7 @@ class JoinConnector:
         Args:
             rank: Number of this rank in the new connection.
             joining_rank: Name of the joining rank.
-            place: The invitation.
+            place: The invitation: which ranks connect, and where they meet.
             check: Called repeatedly while the ranks connect; raises an error if one of them will not connect.
             made: Called with the new connection before its groups are formed. Closing that connection interrupts the
                 forming of groups. Default: nothing is called.
@@ -159,7 +159,7 @@ def release(connection: Connection, why: str) -> None:
 
 
 class JoinCoordinator(CollectiveCallback):
-    """The admission of joining ranks at sync points, on a rank that trains.
+    """The object on each live rank that admits joining ranks at sync points.
 
     Args:
         strategy: Strategy of this rank.
@@ -201,9 +201,10 @@ class JoinCoordinator(CollectiveCallback):
         self.notice()
 
     def close(self) -> None:
-        """End the admission of joining ranks, at the end of a session.
+        """Stop admitting joining ranks, at the end of a session.
 
-        The current rank 0 clears the notice of the run, unless it has failed: the other ranks may then train on.
+        Rank 0 also deletes the notice by which joining ranks find this run. It does not do so if it has failed, because
+        the other ranks may train on.
         """
         if self._speaks and not self._strategy.failed:
             self._pin({})
@@ -228,7 +229,10 @@ class JoinCoordinator(CollectiveCallback):
             self._door.pin(notice)
 
     def notice(self) -> None:
-        """Look for joining ranks and lost ranks, after heartbeats or the live ranks have changed; on any thread."""
+        """Look for joining ranks and lost ranks.
+
+        Called on any thread when heartbeats or the live ranks have changed.
+        """
         if (join_preparation := self._join_preparation) is not None:
             join_preparation.look()
 
@@ -245,10 +249,11 @@ class JoinCoordinator(CollectiveCallback):
             call()
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Admit a joining rank if all ranks have prepared a join with the same one.
+        """Admit a joining rank if all ranks have prepared a connection with this rank.
 
         All ranks are at a sync point and hold the same model. In one exchange each rank sends which join it has
-        prepared and where it is in the epoch. All ranks decide by these values, so none may change its own afterwards.
+        prepared and where it is in the epoch. All ranks decide by these values, so no rank may change its values
+        afterwards.
 
         Returns:
             Always False: the model was not replaced.
@@ -352,7 +357,6 @@ class JoinCoordinator(CollectiveCallback):
 
     @property
     def _name(self) -> str:
-        """Stable id of this rank."""
         live_ranks = self._strategy.live_ranks
         assert live_ranks is not None
         return live_ranks.names[live_ranks.generation.rank]
@@ -376,8 +380,8 @@ class JoinPreparation:
     --> connect, and form all groups --> ready: call the ranks to a sync point --> taken by `JoinCoordinator`
 
     A thread does this while there is a joining rank. If a rank does not connect, is lost, or fails before the join is
-    taken, the joining rank is told to try again, and the connection is closed. Each name is prepared only once: a
-    joining rank that tries again does so under another name.
+    taken, the joining rank is told to try again, and the connection is closed. A
+    joining rank that tries again does so under another name, because each name is prepared only once.
 
     Args:
         view: Strategy of this rank, which trains.
@@ -417,9 +421,10 @@ class JoinPreparation:
         """Connection whose groups are being formed, which `close` interrupts."""
 
     def look(self) -> None:
-        """Start the preparation's thread if a joining rank waits, or if a rank of the join that is ready was lost.
+        """Start the thread that prepares joins, if it has something to do.
 
-        Any thread may call this; it does not wait for other ranks.
+        It has if a joining rank waits, or if a join was prepared and one of its ranks was lost since. Any thread may
+        call this; it does not wait for other ranks.
         """
         with self._lock:
             if self._thread is None and (self._broken() or self._waiting()):
@@ -428,9 +433,10 @@ class JoinPreparation:
                 self._thread.start()
 
     def hold(self) -> PreparedJoin | None:
-        """Return the join that is ready, and keep it unchanged until `take` or `let_go`; None if there is none.
+        """Return the join that is prepared, and keep it unchanged until `take` or `let_go`; None if there is none.
 
-        Meanwhile this rank tells the others that it can take the join, so it keeps the join even if a rank is lost.
+        This rank then tells the others that it can complete the join. So the join is kept even if a rank is lost
+        meanwhile.
         """
         with self._lock:
             self._held = self._ready is not None and not self._broken()
@@ -443,7 +449,7 @@ class JoinPreparation:
         self.look()
 
     def take(self) -> None:
-        """Remove the held join: from now on its connection belongs to the caller of `hold`."""
+        """Forget the join that `hold` has returned: from now on its connection belongs to the caller."""
         with self._lock:
             self._ready = None
             self._held = False
@@ -460,7 +466,10 @@ class JoinPreparation:
             self._door.answer(joining_rank, admitted, again)
 
     def drop(self, ready: PreparedJoin, why: str) -> None:
-        """Close the connection of a join that was taken and cannot be completed, without waiting for its end."""
+        """Close the connection of a join that cannot be completed, without waiting until it is closed.
+
+        ``ready`` is the join, which was removed by `take` before.
+        """
         threading.Thread(target=release, args=(ready.connection, why), name="lightning_async goodbye").start()
         self.look()
 
@@ -500,9 +509,9 @@ class JoinPreparation:
         ]
 
     def _broken(self) -> bool:
-        """Return whether the join that is ready cannot be completed, because one of its ranks was lost.
+        """Return whether the prepared join cannot be completed, because one of its ranks was lost.
 
-        Return False while the join is held.
+        While `hold` keeps the join, return False, because the ranks then decide about it together.
         """
         try:
             if self._ready is not None and not self._held:
@@ -619,7 +628,10 @@ class JoinPreparation:
         tell_failed(live_ranks.generation.rank, joining_rank, why)
 
     def _send_again(self, joining_rank: str) -> None:
-        """Tell a joining rank to try again; called before its connection is closed, so that it finds the answer."""
+        """Write into the store that a joining rank must try again.
+
+        This is called before the connection to the joining rank is closed, so that it finds this answer afterwards.
+        """
         self.answer(joining_rank, admitted=False, again=True)
 
 
@@ -629,7 +641,6 @@ def for_life(joining_rank: str) -> str:
 
 
 def tell_failed(rank: int, joining_rank: str, why: str) -> None:
-    """Log that a joining rank could not be admitted."""
     words = f"Rank {rank}: rank {for_life(joining_rank)} could not be admitted, and training goes on without: {why}"
     tell("join_failed", logging.WARNING, words, rank=rank)
 

@@ -140,7 +140,7 @@ class JoiningRank:
 
         Args:
             transport: Transport of this rank.
-            door: Board with the notes of the run.
+            door: The run's entries in the store for joining ranks.
             room: Prefix of the run's keys in the store.
 
         Returns:
@@ -177,7 +177,10 @@ class JoiningRank:
     def _connect(
         self, transport: TorchTransport, joining_rank: str, place: dict[str, Any], door: JoinBoardWithTimeout
     ) -> PreparedJoin | None:
-        """Connect with all ranks that train; return None if that fails, and they train on without this rank."""
+        """Connect with all ranks that train.
+
+        If that fails, return None; the other ranks then train on without this rank.
+        """
 
         def check() -> None:
             self._end_if_told()
@@ -260,7 +263,9 @@ class JoiningRank:
         connection.world.asynchronous = True  # this rank begins within an epoch; all wait for each other at its end
 
     def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:
-        """Wait until the other ranks have written that this rank is admitted.
+        """Wait until the other ranks have answered, in the store, that this rank is admitted.
+
+        ``answer`` reads their answer.
 
         Raises:
             AsyncTrainingError: this rank is not admitted, or another rank is lost.

@@ -1,7 +1,8 @@
-"""`LocalSteps`: the step runner of averaging, which asks the averager before each step and reports it afterwards.
+"""`LocalSteps`: the step runner of averaging.
 
-It serves automatic and manual optimization. `StepBatches` counts the samples of the current batch, and keeps the last
-batches if BatchNorm's statistics are recomputed.
+Before each step, it asks the averager which kind of step to take. After the step, it reports the step to the averager,
+which may merge the result of a round. It is for automatic and manual optimization. `StepBatches` counts the samples of
+the current batch, and keeps the last batches if BatchNorm's statistics are recomputed.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class LocalSteps(StepRunner):
             self._reduced = True
 
     def _is_synchronous(self) -> bool:
-        """Return whether the current batch's step is synchronous; always False in automatic optimization."""
+        """Return whether the current batch's step uses the mean of all replicas' gradients."""
         return self._batch_step is Action.GRADIENTS
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -215,7 +216,12 @@ class LocalSteps(StepRunner):
         return self._samples if self._strategy.module.automatic_optimization else self._of_batch
 
     def _tick(self, planned: Action, stepped: bool) -> None:
-        """Report a step to the averager, which may then merge the mean of a round into the parameters."""
+        """Report a step to the averager, which may then merge the mean of a round into the parameters.
+
+        Args:
+            planned: Kind of step that the averager has asked for.
+            stepped: Whether an optimizer step was taken.
+        """
         self._batches.see()
         strategy = self._strategy
         samples = self._samples
@@ -278,7 +284,7 @@ class StepBatches:
         """The last batches, for recomputing BatchNorm's statistics; empty if these are not recomputed."""
 
     def start(self, batch: Any) -> None:
-        """Begin a batch, and count it, unless `training_step` will fetch it from its ``dataloader_iter``."""
+        """Begin a batch. Count it now, unless `training_step` will fetch it from its ``dataloader_iter``."""
         self.see()
         self._unseen = self._pulls
         if not self._pulls:

@@ -272,10 +272,7 @@ class ParameterServerStrategy(AsyncStrategy):
 
     @property
     def _pusher(self) -> PushSteps | None:
-        """The session's step runner, which fetches optimizer state from servers.
-
-        None if there is no session, or if the workers have the optimizers.
-        """
+        """The step runner of the present fit if it fetches optimizer state from servers, else None."""
         session = self._session
         return cast(PushSteps, session.step_runner) if self.update_on_server and session is not None else None
 

@@ -54,7 +54,7 @@ class RankMap:
         self.generation = generation
 
     def with_joining_ranks(self, rank: int, names: Sequence[str], run: int, ever: Iterable[int] = ()) -> RankMap:
-        """Return the map of a run that includes ranks which have joined.
+        """Return the map of rank numbers to stable ids for the run that begins when ranks have joined.
 
         Args:
             rank: Number of this rank in that run.
@@ -86,7 +86,7 @@ class RankMap:
         return tuple(map(self.called, self.generation.members))
 
     def called(self, name: str) -> str:
-        """Return the stable id of a rank, live or lost, that has this name in the run."""
+        """Return the stable id of the rank, live or lost, that has the name ``name`` in this run."""
         return self._names[int(name)]
 
     @property
@@ -137,7 +137,7 @@ class RankMap:
             log.warning("This rank, started as rank %s, logs and saves from here.", self.names[0])
 
     def _number(self, run: int) -> None:
-        """Make the numbers in this map the current ranks from run ``run`` on, also in later runs of this process."""
+        """Use this map's numbers as the ranks of this process, from run ``run`` on and in later runs."""
         self.room = f"lightning_async/since{run}"
         _here[:] = [self]
         number_rank(self.generation.rank)
@@ -171,7 +171,10 @@ def run_name(run: int) -> str:
 
 
 def left_here() -> RankMap | None:
-    """Return the map of live ranks from an earlier run of this process that has renumbered them; None without one."""
+    """Return the map of live ranks that an earlier run of this process has left, or None.
+
+    A run leaves a map if ranks were lost or have joined, so that ranks got new numbers.
+    """
     return _here[0] if _here else None
 
 
@@ -194,16 +197,17 @@ def among(live_ranks: RankMap | None, environment: Any, num_serving: int = 0) ->
 
 
 def numbered_last(environment: Any) -> Any:
-    """Return the environment of this process, in which it has the highest rank while it waits to join ranks that train.
+    """Return an environment that gives this process the highest rank while it waits to join a running training.
 
-    Those have a rank 0 already, so this process must not act as rank 0, even if it was started with that number.
+    The ranks that train have a rank 0 already. So this process must not act as rank 0, even if it was started with that
+    number.
     """
     comes = environment is not None and came_back() is not None and not _here
     return JoiningEnvironment(environment) if comes else environment
 
 
 def name_in_run(rank: int, names: Sequence[str]) -> str:
-    """Return a rank's name in a run: its number among the ranks that began the run, as text.
+    """Return a rank's name in a run: its index among the ranks that began the run, as text.
 
     Args:
         rank: Number with which the rank was started.

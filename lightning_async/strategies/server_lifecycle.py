@@ -51,7 +51,8 @@ class StartQuorum:
 
     Args:
         number: Smallest number of workers with which training begins; None (default) for all.
-        within: Time for which training waits for all workers; after it, ``number`` workers are enough. Default: none.
+        within: Time for which training waits for all workers; after it, ``number`` workers are enough. Default: None,
+            it does not wait.
 
     >>> StartQuorum(2).begins([0, 1], 4, waited_s=0.0)
     True
@@ -94,7 +95,7 @@ class StartQuorum:
         return self.number is None
 
     def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError if training begins without some workers, and none can join later over this transport."""
+        """Raise ValueError if training may begin without some workers, but no worker can join over this transport."""
         if not self.is_all and not isinstance(transport, TorchTransport):
             raise ValueError(
                 f"`ServerOptions(wait_for_workers={self.number})`: over {transport!r} nobody comes later. Use "
@@ -272,11 +273,13 @@ class Servers:
         return found
 
     def name_of(self, worker: str) -> str:
-        """Return the name by which the servers know a worker."""
+        """Return the name under which the servers know the worker with the membership name ``worker``."""
         return f"{worker}{self.job}"
 
     def dials(self, plan: ServerPartition) -> list[Dial]:
-        """Return, for one table, the dial of each server, with memory for messages of the size of the server's shard.
+        """Return, for one table, the `Dial` of each server: the object that opens channels to the server.
+
+        Its buffers have the size of the server's shard.
 
         Args:
             plan: Partition of the table into one shard per server.
@@ -338,8 +341,8 @@ class Servers:
         Args:
             in_order: True: training is over; end the servers once no worker is connected, after 30 s at the latest.
                 False: this rank has failed; its servers stay as long as other workers need them.
-            tells: Whether to tell the other ranks' servers as well that training is over. Otherwise a server stays
-                longer if the rank that started it has died. Default False.
+            tells: Whether to tell the other ranks' servers as well that training is over. If the rank that started a
+                server has died, nobody else tells it, and it ends only after a timeout. Default False.
         """
         self._closed = True
         # First the guard, which would replace servers that end.
@@ -363,11 +366,11 @@ _beats: dict[int, Any] = {}  # Heartbeats by process id, since forks inherit thi
 
 
 class JobRanks:
-    """The access of the workers and the dedicated servers of one job to the job's store, where they find each other.
+    """The access of the workers and the dedicated servers of one job to the store, in which they find each other.
 
     Args:
         transport: Transport of the workers.
-        place: Returns this rank's environment among the live workers.
+        place: Function that returns this process's environment, with its rank among the live workers.
         dead_after: Time without a heartbeat after which a rank is lost.
     """
 
@@ -377,7 +380,10 @@ class JobRanks:
         self._dead_after = dead_after
 
     def store(self, early: bool = False) -> JoinBoard:
-        """Return the job's store as soon as all workers have come; with ``early``, as soon as the store exists."""
+        """Wait until all workers have come, and return the job's store.
+
+        With ``early``, wait only until the store exists.
+        """
         return self._transport.early_door(self._place()) if early else self._transport.door(self._place())
 
     def register(self, role: str, number: int) -> Any:
@@ -465,7 +471,10 @@ class _EndSignals:
 
     @property
     def count(self) -> int:
-        """Number of signals so far; reading it makes the descriptor unreadable again."""
+        """Number of signals so far.
+
+        Reading this also empties the descriptor, so that a poll waits for the next signal.
+        """
         try:
             while read := os.read(self.descriptor, 64):
                 self._count += len(read)

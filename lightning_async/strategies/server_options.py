@@ -27,7 +27,7 @@ _ALIASES: dict[str, Mode] = {
 
 
 def mode_of(owner: str, mode: str) -> Mode:
-    """Return the mode for one of this package's or of MXNet's names.
+    """Return the mode that ``mode`` names, by this package's name or by MXNet's. ``owner`` is named in errors.
 
     >>> mode_of("Strategy", "dist_sync_device"), mode_of("Strategy", "dist")
     ('sync', 'sync')
@@ -204,7 +204,10 @@ class ServiceSettings:
 
     @property
     def bound(self) -> int | None:
-        """Largest number of pushes that weights may lack in mode ``"ssp"``; None in other modes."""
+        """The staleness bound in mode ``"ssp"``: how many pushes of another worker a worker's weights may lack.
+
+        None in other modes.
+        """
         if self.mode != "ssp":
             return None
         return _SSP_BOUND if self.max_staleness is None else self.max_staleness
@@ -213,8 +216,8 @@ class ServiceSettings:
     def ahead(self) -> int:
         """Number of pushes by which a worker may be ahead of the slowest worker, in mode ``"ssp"``.
 
-        A worker may make several pushes with the same weights. `ahead` is smaller than `bound` by the pushes after the
-        first, so that a worker's weights never lack more than `bound` pushes of another worker.
+        A worker that makes :math:`p` pushes with the same weights may be ahead by `bound` - (p - 1) pushes only, so
+        that its weights never lack more than `bound` pushes of another worker.
         """
         return (self.bound or 0) - (self.pull_every - 1) - self.overlap
 

@@ -1,4 +1,7 @@
-"""`ServerHandle` and `ServerRoles`: a worker finds or starts servers and joins them; some ranks may be servers."""
+"""The placement of parameter servers.
+
+By `ServerHandle`, a worker finds or starts servers and connects to them. By `ServerRoles`, some ranks become servers.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,6 @@ class ServerRoles(Roles):
 
     @property
     def num_servers(self) -> int:
-        """Number of dedicated servers."""
         return self._service.num_servers or 1
 
     @property
@@ -165,7 +167,7 @@ class ServerHandle:
         """Steps that learning-rate schedulers follow."""
 
     def describe(self, optimizers: Sequence[Optimizer], again: bool = False) -> None:
-        """Describe the optimizers that the servers must create; do nothing if workers have the optimizers.
+        """Tell the servers which optimizers to create; do nothing if workers have the optimizers.
 
         Args:
             optimizers: The optimizers of the training.
@@ -315,7 +317,10 @@ class ServerHandle:
         }  # fmt: skip
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
-        """Use, on a joining rank, the servers of the other workers, as rank 0's `handed_over` describes them."""
+        """Use the servers of the other workers, on a joining rank.
+
+        ``told`` is the result of `handed_over` on rank 0.
+        """
         self._run = told["run"]
         self.progress.take(told["progress"])
         self.servers = self._at(told["servers"])

@@ -1,4 +1,6 @@
-"""`PushSteps`: the step runner of a worker, which pushes gradients or changes to servers, and pulls weights.
+"""`PushSteps`: the step runner of a worker.
+
+It pushes gradients, or changes of the weights, to servers, and pulls weights.
 
 `SampleCounts` and `PushSamples` count the samples of gradients; `Requests` makes requests on a thread of their own.
 """
@@ -62,14 +64,17 @@ class SampleCounts:
         self._counted.clear()
 
     def begin_pass(self) -> None:
-        """Begin a backward pass: set the number of samples of each optimizer that has no gradients to zero."""
+        """Begin a backward pass: reset to zero the number of samples of every optimizer that has no gradients."""
         for number in range(len(self.params)):
             if not self._has_gradients(number):
                 self.samples[number] = 0.0
                 self._counted.discard(number)
 
     def end_pass(self, samples: float) -> None:
-        """End a backward pass: add ``samples``, once per batch, for each optimizer that has gradients now."""
+        """End a backward pass: add ``samples`` to the count of each optimizer that has gradients now.
+
+        A batch with several backward passes counts only once for an optimizer.
+        """
         for number in range(len(self.params)):
             if number not in self._counted and self._has_gradients(number):
                 self.samples[number] += samples
@@ -126,11 +131,11 @@ class PushSamples(SampleCounts):
         self.batch = 0.0
 
     def drop(self) -> None:
-        """Mark the samples so far as reported, because their gradients were dropped."""
+        """Record that the samples so far are not reported to the servers, because their gradients were dropped."""
         self._reported = self._since
 
     def take(self, number: int) -> float:
-        """Return the number of samples of an optimizer's gradients, which are pushed next, and set it to zero.
+        """Return how many samples are in the gradients that optimizer ``number`` pushes next, and reset this count.
 
         If no backward pass was counted, because the user called `loss.backward()`, return the number of samples since
         the last batch with a step.
@@ -148,8 +153,8 @@ class PushSamples(SampleCounts):
 class Requests:
     """The requests of a worker to its servers, made one at a time on a thread of their own.
 
-    A wait for an answer raises an error if another worker is lost or a sync point fails, because it uses the averager's
-    way of waiting at sync points.
+    While a worker waits for an answer, it checks for failures as it does at sync points. So the wait raises an error if
+    another worker is lost, or if a sync point fails.
 
     Args:
         averager: Averager of the session.
@@ -213,7 +218,10 @@ class Requests:
         self._under_way = None
 
     def close(self, tables: ParameterGroups) -> None:
-        """End the requests' thread and close the connections to servers; give up a request that is under way."""
+        """End the thread, and close the connections of ``tables`` to the servers.
+
+        A request that is under way is abandoned.
+        """
         if self._under_way is not None:
             # Without this, the thread's end would wait for an answer.
             tables.give_up()
@@ -319,8 +327,8 @@ class PushSteps(StepRunner, SyncPointParticipant):
         """Return a context in which this rank's optimizers hold the state that the servers have.
 
         Args:
-            alone_s: Longest time to wait for each answer, in seconds, after training has failed; the newest weights are
-                then fetched, too. None (default): training has not failed.
+            alone_s: Given only after training has failed: longest time in seconds to wait for each answer. The newest
+                weights are then fetched, too. Default: None.
 
         Raises:
             TimeoutError: a server takes longer than ``alone_s``.
@@ -419,7 +427,10 @@ class PushSteps(StepRunner, SyncPointParticipant):
             )
 
     def _start_epoch(self, swa: Any, original: Callable[..., None], trainer: Any, module: Any) -> None:
-        """Begin a new session when `StochasticWeightAveraging` has set its averaged model, so that servers get this."""
+        """Call the callback's hook ``original``. If it has put averaged weights into the module, begin a new session.
+
+        The callback is `StochasticWeightAveraging`. With the new session the servers get the averaged weights.
+        """
         original(trainer, module)
         if trainer.current_epoch == swa.swa_end + 1:
             strategy = self._strategy
@@ -470,7 +481,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         return MethodType(hooked, optimizer)
 
     def _push_change(self) -> None:
-        """Report the local steps, and push their changes if `ServerOptions.update_frequency` steps were taken."""
+        """Count the local steps, and push the change of the weights after `ServerOptions.update_frequency` of them."""
         if not self._stepped:
             return
         self._steps += self._stepped

@@ -169,7 +169,7 @@ class FitSessions:
             strategy.host.open(self._trainer)
 
     def stop(self) -> None:
-        """End the session, if there is one, and the admission of joining ranks before it."""
+        """Stop admitting joining ranks, and then end the session, if there is one."""
         # First the joins, whose threads use the session.
         if self._strategy.host is not None:
             self._strategy.host.close()
@@ -302,7 +302,6 @@ class Session:
             recompute_batch_norm(strategy.module, list(self.step_runner.recent), self._world)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return state_of(self.averager, self._world)
 
     def sum_up(self) -> None:

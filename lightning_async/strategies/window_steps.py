@@ -39,8 +39,8 @@ _LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
 class WindowSteps(StepRunner, SyncPointParticipant):
     """The step runner of windows of gradients, in automatic optimization; it takes part in sync points.
 
-    When a sync point opens, all replicas have taken the same steps: a replica that waits there still takes part in
-    averaging gradients, its own and those of replicas that train on, and steps with the means. At the end of an epoch
+    After a sync point, all replicas have taken the same steps: a replica that waits there still takes part in
+    averaging the gradients of replicas that train on, and takes a step with each mean. At the end of an epoch
     and of training, an open window is sent before the sync point, even if it is not full.
 
     Args:
@@ -93,7 +93,10 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         """Set up state that depends on the optimizers, before a saved window is loaded; this base does nothing."""
 
     def _gathered(self) -> dict[str, Any] | None:
-        """Return the state for a checkpoint: the window, including gradients in flight, and compression's residual."""
+        """Return this rank's state for a checkpoint; None if there is nothing to save.
+
+        It is the current window, including gradients that are being averaged, and the residual of compression.
+        """
         gradients = self._gradients
         carried_residual = gradients.carried_residual()
         held: dict[str, Any] = {} if carried_residual is None else {"compression": carried_residual}
@@ -108,7 +111,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
 
         Args:
             saved: State of this rank, as `_gathered` has returned it; empty for none.
-            alike: State of the correction, which is equal on all ranks; None for none.
+            alike: State of the correction of late gradients, which is equal on all ranks; None for none.
         """
         gradients = self._gradients
         if gradients.rounds.feedback is not None and "compression" in saved:
@@ -125,7 +128,10 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             self._restored = True
 
     def _count(self, *_: Any) -> None:
-        """Count a step that the optimizer has taken; its hook calls this, because mixed precision may skip steps."""
+        """Count a step that the optimizer has really taken.
+
+        A hook of the optimizer calls this: mixed precision may skip a step, and the hook does not run then.
+        """
         self._seen += 1
 
     def start_batch(self, batch: Any) -> None:
@@ -206,10 +212,10 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._take()
 
     def _hold(self) -> bool:
-        """Hold the full window back if a checkpoint is due at the end of this batch; return whether it is held.
+        """Keep the full window back, if a checkpoint is due at the end of this batch; return whether it is kept back.
 
-        So no gradients are in flight when the checkpoint is made. Likewise if a rank was told to stop: all ranks learn
-        this with the same mean, and each of them holds its next window back.
+        So no gradients are being averaged when the checkpoint is made. The window is also kept back if a rank was told
+        to stop. All ranks learn of this with the same mean, so each of them keeps its next window back.
         """
         schedule = self._window_schedule
         stops = schedule.in_turn and Vote.STOP in self._averager.sync_points.agreed
@@ -229,7 +235,10 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._end_if_last()
 
     def _send(self) -> None:
-        """Wait until the buckets are free, and send the window; step with means that arrive meanwhile."""
+        """Wait until the buckets are free, and send the window's gradients.
+
+        If an averaged gradient arrives during the wait, take an optimizer step with it.
+        """
         self._held = False
         # Each turn takes a mean that has arrived: until its step is taken, the buckets are not free.
         while True:
@@ -239,7 +248,10 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             self._gradients.wait_until_free()
 
     def _end_if_last(self) -> None:
-        """Wait for the last step before ``max_steps`` and take it, because no window follows that would cause it."""
+        """Before ``max_steps`` ends training, wait for the last averaged gradient and take its step.
+
+        Otherwise the next window would cause this step, but there is no next window.
+        """
         if self._window_schedule.updates.left == 1:
             self._arrive()
 
@@ -297,13 +309,16 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         gradients.stepped()
 
     def _step(self) -> None:
-        """Correct the delay of the mean that has arrived, and let the optimizer step with it."""
+        """Correct the mean gradient that has arrived for its delay, and let the optimizer step with it."""
         self._window_schedule.updates.take(
             lambda: self._gradients.take_(self._window_schedule.scale, self._correcting.change_)
         )
 
     def before_sync_point(self) -> None:
-        """Send the window if its step must be taken before the sync point opens; the other replicas wait for that."""
+        """Send the unfinished window, if its step must be taken before the sync point.
+
+        This is so at the end of an epoch or of training, where the other replicas wait for the window.
+        """
         averager = self._averager
         sync_point = averager.sync_points.coming
         # Windows without a fixed size end here before a decision, too.
@@ -314,7 +329,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             self._send()
 
     def at_sync_point(self) -> None:
-        """Step with a mean that has arrived while this replica waits at a sync point."""
+        """Take an optimizer step with an averaged gradient that arrives while this replica waits at a sync point."""
         self._take()
 
     def leave_sync_point(self) -> None:
@@ -397,7 +412,10 @@ class ManualWindowSteps(WindowSteps):
             super().after_batch()
 
     def _take(self) -> None:
-        """Step with the mean that has arrived; gradients in ``p.grad``, for later steps, are the same afterwards."""
+        """Take a step with the mean gradient that has arrived.
+
+        ``p.grad`` already has gradients for later steps, and is the same afterwards.
+        """
         if self._gradients.arrived is None:
             return
         kept = [(p, p.grad) for p in self._gradients.replica.tensors.trained.values()]
@@ -462,7 +480,9 @@ def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) 
 
 
 class WindowSchedule:
-    """The current size and delay of one replica's windows; callbacks may change both at any time.
+    """The current length of one replica's windows, and the number of windows by which steps are late.
+
+    Callbacks may change both at any time.
 
     Args:
         strategy: Strategy of this rank.
@@ -475,28 +495,30 @@ class WindowSchedule:
 
     @property
     def updates(self) -> OptimizerUpdates:
-        """The `OptimizerUpdates` of this fit, which counts steps."""
         assert self._strategy.updates is not None
         return self._strategy.updates
 
     @property
     def warming_up(self) -> bool:
-        """Whether steps have no delay yet: during ``warmup_steps``, and while a learning-rate finder runs."""
+        """Whether steps use gradients without delay: during ``warmup_steps``, and while a learning-rate finder runs."""
         return self._averager.step < self._strategy.warmup_steps or searches_lr(self._strategy.module.trainer)
 
     @property
     def in_turn(self) -> bool:
-        """Whether a window ends when it is full; otherwise it ends when the previous window has been averaged."""
+        """Whether windows have a fixed length.
+
+        Otherwise a window ends when the gradients of the previous one are averaged.
+        """
         return self.warming_up or self._strategy.accumulate != "until_reduced"
 
     @property
     def late(self) -> bool:
-        """Whether steps have a delay now."""
+        """Whether a step now uses the gradients of an earlier window."""
         return self._strategy.delay > 0 and not self.warming_up
 
     @property
     def size(self) -> int:
-        """Number of batches after which a window that begins now may be full."""
+        """Smallest number of batches of a window that begins now."""
         accumulate = self._strategy.accumulate
         if (sizes := self._strategy.sizes) is not None:
             return sizes.size
@@ -509,7 +531,7 @@ class WindowSchedule:
         return 1 if accumulate == "until_reduced" else accumulate
 
     def fills(self, batches: int, samples: float, size: float) -> bool:
-        """Return whether these batches and samples fill a window of ``size`` batches."""
+        """Return whether a window is full: whether it has ``size`` batches, and as many samples as it needs."""
         sizes = self._strategy.sizes
         return batches >= max(1, size) and (sizes is None or samples >= sizes.least)
 
@@ -520,7 +542,10 @@ class WindowSchedule:
 
     @property
     def batch_scale(self) -> float:
-        """Factor in a batch's gradients: mixed precision's scale, divided by Lightning's number of batches per step."""
+        """The factor by which a batch's gradients were multiplied.
+
+        It is mixed precision's scale, divided by Lightning's number of accumulated batches.
+        """
         return self.scale / self._strategy.module.trainer.accumulate_grad_batches
 
 
@@ -531,7 +556,7 @@ class LastBackward:
     the pass begins: the window's gradients go
     into the `sent` bucket                 ----------> headers are exchanged
     the pass makes gradients, from the
-    last parameter on                      ----------> each part is sent with the sum of both gradients
+    last parameter on                      ----------> each part is sent once the pass has added to it
     the batch ends, and the window is
     emptied                                ----------> the remaining parts are sent, and the commit follows
     the step is taken
@@ -606,7 +631,7 @@ class LastBackward:
             raise
 
     def finish(self) -> float:
-        """End the batch, empty the window that was sent during it, and return the window's number of samples."""
+        """End the batch, clear the accumulated gradients that were sent during it, and return their number of samples."""
         self.under_way = False
         self._window.clear()
         self._gradients.finish_last()

@@ -112,7 +112,10 @@ def check_survival(owner: str, min_replicas: int | None, max_replicas: int | Non
 
 
 def check_setup(module: Any, layer_sync: Any, buffers: str) -> None:
-    """Raise ValueError for a module that waits for all ranks at every step, or lacks a needed ``forward``."""
+    """Raise ValueError for a module that waits for all ranks at every step.
+
+    Also raise it for a module without ``forward`` if ``buffers`` is "recompute", which needs this method.
+    """
     batch_norms = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
     if layer_sync is not None or batch_norms:
         what = "`Trainer(sync_batchnorm=True)`" if layer_sync is not None else f"SyncBatchNorm in {batch_norms}"
@@ -146,8 +149,8 @@ class FitCheck:
 
         Raises:
             ValueError: The ranks have unequal numbers of epochs, but a callback, scheduler or the like needs all ranks
-                together at an epoch's end. Or all ranks take the same steps, but a scheduler ends earlier, or watches
-                a metric that each rank computes from its own batches.
+                together at an epoch's end. Or all ranks take the same steps, but a scheduler's schedule ends before
+                training does, or it watches a metric that each rank computes from its own batches.
         """
         trainer = self._trainer
         world = self._world
@@ -230,7 +233,7 @@ class FitCheck:
         return min(limit, float(math.ceil(trainer.max_steps / steps_per_epoch)))
 
     def _epoch_end_users(self) -> list[str]:
-        """Return the names of everything that works on all ranks together at the end of an epoch."""
+        """Return the names of the callbacks, schedulers and metrics that need all ranks together at an epoch's end."""
         trainer = self._trainer
         callbacks = pytorch("callbacks")
         users = []

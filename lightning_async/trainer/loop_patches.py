@@ -121,9 +121,9 @@ class Validation:
         return due or (asked and not self._comes() and self._trainer.enable_validation)
 
     def _comes(self) -> bool:
-        """Return whether this rank's own interval will be complete within this epoch, if ranks step together.
+        """Return whether this rank's validation interval ends within this epoch, if ranks step together.
 
-        If so, this rank's interval itself requests the validation that another rank has asked for.
+        Then the validation that another rank has asked for comes with this rank's own interval.
         """
         trainer = self._trainer
         fit = self._trainer.fit_loop
@@ -136,7 +136,10 @@ class Validation:
         return count.current.ready + every - clock.ready % every <= fit.max_batches
 
     def _end_early(self, missed: int) -> None:
-        """Record the validations that this rank misses, or validate now if no sync point ends the epoch."""
+        """Record or run the ``missed`` validations, because this rank's epoch ends before the other ranks' epochs.
+
+        They are recorded if a sync point ends the epoch; the ranks then validate there. Otherwise they run now.
+        """
         if self._meets_at_end:
             self._missed += missed
         else:
@@ -188,7 +191,10 @@ class Validation:
             self._meeting.rendezvous(SyncPointKind.EPOCH_END, self._trainer.current_epoch)
 
     def _is_last(self) -> bool:
-        """Return whether this epoch is this rank's last one; False if the strategy cannot lose ranks."""
+        """Return whether this is this rank's last epoch.
+
+        Always False if the strategy cannot lose ranks, because it makes no difference there.
+        """
         fit = self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed + 1
         steps = fit.epoch_loop.global_step
@@ -241,7 +247,7 @@ class ShortEpochs:
         return self._trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
     def _missed_validations(self) -> int:
-        """Return the number of validations that would have been due at the missing batches of this epoch."""
+        """Return how many validations would have been due at the batches that this rank's epoch lacks."""
         trainer = self._trainer
         fit = trainer.fit_loop
         every = trainer.val_check_batch
@@ -320,7 +326,10 @@ class LoopPatches:
         take_back(self._undo)
 
     def begin(self, world: LightningCollectives) -> None:
-        """Begin to train, on all ranks together, after `FitCheck`."""
+        """Check the fit with all ranks, and prepare the patches that need the ranks' collectives ``world``.
+
+        All ranks call this together, when training begins.
+        """
         self._validation.sync_points_epochs = FitCheck(self._trainer, world).run()
         self._logging_failover.begin(world)
         self.sync_points.begin(world)
@@ -338,8 +347,11 @@ class LoopPatches:
     ) -> None:
         """Continue with the collectives ``world`` of a larger set of ranks, after a rank has joined.
 
-        On the joining rank, ``told`` is what `for_joining_ranks` has returned on a live rank. On the live ranks it is
-        None.
+        Args:
+            world: Collectives of all ranks, including the one that has joined.
+            name: Stable id of this rank.
+            places: Situation of each rank, from which the rest of the epoch is divided; see `JoinerData.place`.
+            told: On the joining rank, the result of `for_joining_ranks` on a live rank. On live ranks, None.
         """
         if told is not None:
             self._validation.sync_points_epochs = bool(told["sync_points_epochs"])
@@ -354,18 +366,21 @@ class LoopPatches:
             self.tell_place()
 
     def tell_place(self) -> None:
-        """Note this rank's position, which the next message announces: all batches up to the current one."""
+        """Record how far this rank is in its data: it has used all batches up to the current one.
+
+        The next message to the other ranks carries this position.
+        """
         if self._view.shrinks and self._view.sync_points is not None:
             self._lost_rank_data.tell_place(self._view.sync_points)
 
     def start_over(self) -> None:
-        """Reset the parts, because training begins again within this fit."""
+        """Reset the state of the patches, because training begins again within this fit."""
         self._validation.start_over()
         self._lost_rank_data.start_over()
         self.rates.start_over()
 
     def begin_batch(self, batch_idx: int) -> None:
-        """Begin a batch. The strategy calls this before everything else in the batch."""
+        """Prepare logging and saving for a batch. The strategy calls this before everything else in the batch."""
         self._logging_failover.begin_batch(batch_idx)
         self._saving.begin_batch()
 

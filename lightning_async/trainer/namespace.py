@@ -77,10 +77,11 @@ def fabric(module: str) -> ModuleType:
 
 
 def refuse_elsewhere(strategy: type, names: Iterable[str]) -> None:
-    """Make the Trainer of the other namespace, if it is imported, explain why it refuses ``strategy``.
+    """Make the Trainer of the other namespace explain why it refuses ``strategy``.
 
-    Its registry gets the ``names`` of the strategy, with a function that raises. The class counts as a subclass of its
-    Strategy, so that the Trainer reaches `check_object` instead of "invalid strategy name".
+    The namespaces are `lightning.pytorch` and `pytorch_lightning`. If the other one is imported, its registry of
+    strategies gets the ``names``, with a function that raises. ``strategy`` also counts as a subclass of its Strategy
+    class. So its Trainer calls `check_object`, which explains, in place of raising "invalid strategy name".
     """
     other = sys.modules.get(f"{_OTHER}.strategies")
     if other is None:
@@ -95,7 +96,10 @@ def refuse_elsewhere(strategy: type, names: Iterable[str]) -> None:
 
 
 def check_object(owner: object, thing: object) -> None:
-    """Raise TypeError if ``thing``, a Trainer or a part of one, is of the other namespace."""
+    """Raise TypeError if ``thing``, a Trainer or a part of one, is of the other namespace.
+
+    The namespaces are `lightning.pytorch` and `pytorch_lightning`; this package uses one of them.
+    """
     roots = {"lightning"} if name == "pytorch_lightning" else {"pytorch_lightning", "lightning_fabric"}
     if any(kind.__module__.partition(".")[0] in roots for kind in type(thing).__mro__):
         raise TypeError(_refusal(type(owner).__name__))
@@ -153,9 +157,9 @@ class _InPlaceOf:
 
 
 class _InPlaceOfAll(_InPlaceOf):
-    """A replacement of a function that is not bound to its object.
+    """A replacement of a plain function, not of a method.
 
-    Pickles contain the original function, and deep copies this replacement.
+    A pickle of an object with this replacement contains the original function. A deep copy contains this replacement.
     """
 
     def __deepcopy__(self, memo: Any) -> _InPlaceOfAll:
@@ -163,13 +167,16 @@ class _InPlaceOfAll(_InPlaceOf):
 
 
 def override_for_users(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
-    """Replace a method as `override` does, on an object that a user may pickle or copy in training, as a callback."""
+    """Replace a method as `override` does, on an object that a user may pickle or copy, such as a callback."""
     original = getattr(owner, name)
     return set_for_now(owner, name, _InPlaceOf(original, _before(original, call)))
 
 
 def sync_metrics_through(world: Callable[[], LightningCollectives | None], module: Any) -> list[Undo]:
-    """Make torchmetrics use the collectives of ``world()``, and none while replicas are asynchronous."""
+    """Make torchmetrics use the collectives of ``world()``, or no collectives while replicas are asynchronous.
+
+    Returns functions that undo this.
+    """
 
     def available() -> bool:
         there = world()
@@ -208,7 +215,10 @@ def searches_lr(trainer: Any) -> bool:
 
 
 def pulls(module: Any) -> bool:
-    """Return whether `training_step` takes its batches from the loader itself, so that no batch is known before it."""
+    """Return whether `training_step` reads batches from an iterator (``dataloader_iter``) by itself.
+
+    Then a batch is not known before `training_step` runs.
+    """
     signature = pytorch("utilities.signature_utils")
     return signature.is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
@@ -245,7 +255,10 @@ def loss_scale(precision: Any) -> float:
 
 
 def scaled_zero(precision: Any, device: torch.device) -> Tensor:
-    """Return a loss of zero, multiplied by the gradient scale, because a scaler creates its scale at the first loss."""
+    """Return a loss of zero that was passed through the gradient scaler.
+
+    A scaler creates its scale only at its first loss, which this is on a rank without a batch.
+    """
     zero = torch.zeros((), device=device)
     scaler = scaler_of(precision)
     return zero if scaler is None else scaler.scale(zero)
@@ -291,7 +304,12 @@ def _warn(kind: str) -> None:
 
 
 def counting(owner: str, function: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Wrap a user's function of a batch to return a finite number >= 0, or raise."""
+    """Wrap a user's function that weighs a batch.
+
+    The wrapper raises ValueError for a weight that is not finite and >= 0.
+
+    ``owner`` is named in the error.
+    """
 
     def count(batch: Any) -> float:
         counted = float(function(batch))
@@ -318,12 +336,12 @@ def make_equal(world: LightningCollectives, module: Any) -> None:
 
 
 class OwnSteps:
-    """The steps and skipped batches that a module decides on by itself.
+    """The optimizer steps that a module takes by itself, and the batches that it skips.
 
     A raw ``optimizer.step()`` would bypass the strategy: replicas would diverge, and Lightning would not count the
     step. After `install`, the ``step`` of each optimizer calls Lightning's step, unless Lightning itself calls it. A
-    step that was taken from the optimizer before (``step = optimizer.step``, or a compiled one) cannot be redirected.
-    torch's hook notices such a step, and it is refused.
+    reference to the method that was made before (``step = optimizer.step``, or a compiled one) cannot be redirected.
+    torch's hook notices a call of such a reference, and the call is refused.
     """
 
     _strategy: Any  # from `install` on
@@ -369,7 +387,10 @@ class OwnSteps:
             self._under_way -= new
 
     def led(self, optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a ``step`` for the optimizer that calls Lightning's step, unless Lightning is the caller."""
+        """Return a replacement of ``step``, the step method of ``optimizer``.
+
+        If a user calls it, it calls Lightning's step, which counts it. If Lightning calls it, it calls ``step``.
+        """
 
         @functools.wraps(getattr(step, "__func__", step))
         def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -410,7 +431,10 @@ class CompiledMark:
         self._mark: Any = None
 
     def hide(self, module: Any) -> None:
-        """Remove the mark, because the Trainer is about to look for it."""
+        """Remove the attribute that marks ``module`` as compiled, because the Trainer is about to look for it.
+
+        The Trainer would refuse or unwrap the module. `show` puts the attribute back.
+        """
         self.show()
         if getattr(module, _MARK, None) is not None:
             self._module = module
@@ -418,7 +442,10 @@ class CompiledMark:
             setattr(module, _MARK, None)
 
     def hide_from_trainer(self, module: Any) -> None:
-        """Remove the mark if `Trainer.validate`, `test` or `predict` is asking the strategy for its module."""
+        """Remove the attribute that marks ``module`` as compiled, if the Trainer is about to look for it.
+
+        It does so in `validate`, `test` and `predict`.
+        """
         if getattr(module, _MARK, None) is not None:
             asks = {function.__code__ for function in (pl.Trainer.validate, pl.Trainer.test, pl.Trainer.predict)}
             # The frames are: this one, the strategy's property, the Trainer's property, and the reader of that.
@@ -427,7 +454,7 @@ class CompiledMark:
                 self.hide(module)
 
     def show(self) -> None:
-        """Restore the mark, after the Trainer has looked for it."""
+        """Put the attribute back that marks a compiled module, after the Trainer has looked for it."""
         if self._module is not None:
             setattr(self._module, _MARK, self._mark)
             self._module = self._mark = None

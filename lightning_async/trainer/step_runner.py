@@ -1,4 +1,4 @@
-"""The base class of a replica's batches, backward passes and optimizer steps under a strategy."""
+"""The base class of an object that runs a replica's batches: backward passes and optimizer steps, under a strategy."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class StepRunner:
     """Whether a replica has called all ranks together with the step that this replica has just taken."""
 
     def start_batch(self, batch: Any) -> None:
-        """Begin a batch."""
+        """Begin a batch, before its forward pass."""
 
     def batch(self) -> AbstractContextManager[None]:
-        """Return a context for the forward and backward passes of the batch."""
+        """Return a context manager that is entered around the batch's forward and backward passes."""
         return nullcontext()
 
     def backward(self) -> AbstractContextManager[None]:
@@ -56,8 +56,9 @@ class StepRunner:
 
         Args:
             optimizer: Optimizer that asks for the step.
-            closure: Computes the loss and the gradients; in manual optimization, whatever the user passed.
-            run: Takes Lightning's optimizer step with a closure.
+            closure: Function that computes the loss and the gradients; in manual optimization, whatever the user
+                passed.
+            run: Function that takes Lightning's optimizer step, given a closure.
 
         Returns:
             The result of ``run`` or ``closure``.
@@ -65,15 +66,16 @@ class StepRunner:
         return run(closure)
 
     def after_batch(self) -> None:
-        """End a batch, after its forward and backward passes."""
+        """End a batch: do what is due after its forward and backward passes, such as a delayed optimizer step."""
 
     def finish_batch(self) -> None:
         """Take the steps that were postponed to the end of the batch. Idempotent."""
 
     def call_all(self) -> bool:
-        """Call all ranks to a sync point after the same step, by the next message; return False if that is impossible.
+        """Ask all ranks, with this rank's next message, to come to a sync point after the same step.
 
-        If it is impossible, each rank comes to the sync point at the batch boundary after it has learned of the call.
+        Returns False if that is impossible. Then the caller asks in another way, and each rank comes to the sync point
+        at the batch boundary after it has learned of it.
         """
         return False
 
@@ -81,4 +83,4 @@ class StepRunner:
         """Add counts that other processes hold, such as servers, to the run's summary, at the last sync point."""
 
     def close(self) -> None:
-        """Restore the optimizers, without waiting for other ranks."""
+        """Undo the changes that were made to optimizers, without waiting for other ranks."""

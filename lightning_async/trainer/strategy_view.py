@@ -113,13 +113,16 @@ class StrategyView:
         return None
 
     def start_over(self) -> None:
-        """Begin another training with the next batch.
+        """Prepare for another training within this fit, which begins with the next batch.
 
         All ranks call this at a sync point, where they have one model.
         """
 
     def begin_again(self) -> None:
-        """Become asynchronous again if `start_over` was called since; called before each batch and sync point."""
+        """Begin the other training, if `start_over` has prepared one; replicas become asynchronous again.
+
+        Called before each batch and sync point.
+        """
 
     def on_model_changed(self) -> None:
         """Adapt to a model that a sync point has replaced on all replicas."""

@@ -1,8 +1,8 @@
 """Batches of unequal size, so that ranks of unequal speed take equally long for each batch.
 
-The batches of one step keep their total size. All ranks decide together, from the same numbers, at the start of an
-epoch or at a sync point within it. The rest of the epoch is then divided by steps: each sample is trained on once, and
-each step has as many samples as before.
+The batches of one step keep their total size. All ranks compute new batch sizes together, from the same numbers, at the
+start of an epoch or at a sync point within it. Then they divide the remaining samples of the epoch anew, step by step:
+each sample is trained on once, and each step has as many samples as before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _MEASURED = 5
 
 
 class Bounds(NamedTuple):
-    """The smallest and largest number of samples in one rank's batch; without ``maximum``, a whole step's samples."""
+    """The smallest and largest number of samples in one rank's batch.
+
+    If ``maximum`` is None, a batch may have all samples of a step.
+    """
 
     minimum: int = 1
     maximum: int | None = None
@@ -97,7 +100,10 @@ class Balancing:
         self._alone = EpochAssignment(trainer)
 
     def install(self) -> list[Undo]:
-        """Patch the epoch loop, after all other patches of an epoch's start; return functions that undo the patches."""
+        """Patch the epoch loop; return functions that undo the patches.
+
+        Call this after all other patches of an epoch's start were installed.
+        """
         loop = self._trainer.fit_loop.epoch_loop
         return [override(loop, "on_run_start", self._begin), override(loop, "run", self._alone.run)]
 
@@ -107,11 +113,14 @@ class Balancing:
 
     @property
     def is_off(self) -> bool:
-        """Whether the rest of the epoch was divided again because a rank joined, so that these sizes are not in use."""
+        """Whether balanced batch sizes are off, because a rank has joined since and the epoch was divided again."""
         return self._epoch.known and self._epoch.phase != self._phase
 
     def would_gain(self) -> bool:
-        """Return whether other sizes would shorten a step enough to be worth a sync point, by speeds from headers."""
+        """Return whether new batch sizes would shorten a step enough to be worth a sync point.
+
+        The ranks' speeds are those that they have sent in headers.
+        """
         paces = self._trainer.strategy.sync_points.paces
         speeds = {self._epoch.called(name): _speed(Pace(*pace)) for name, pace in paces.items()}
         sizes = self._bounds.sizes(self.total, speeds.values(), [0] * len(speeds))
@@ -207,7 +216,10 @@ class Balancing:
 
     @property
     def _epoch(self) -> EpochAssignment:
-        """The assignment that all ranks know if the strategy can lose ranks, else one that only this rank uses."""
+        """This epoch's assignment of samples to ranks.
+
+        If the strategy can lose ranks, all ranks know the assignment. Otherwise only this rank uses it.
+        """
         lost_rank_data = view_of(self._trainer.strategy).lost_rank_data
         return self._alone if lost_rank_data is None else lost_rank_data.epoch
 
@@ -240,7 +252,10 @@ class Balancing:
         return then_s < (1.0 - _GAIN) * now_s
 
     def _deal(self, left: list[tuple[DataShard, int]], said: list[_Said], sizes: dict[str, int]) -> bool:
-        """Divide ``left`` by ``sizes`` and begin this rank's part; return False if there are too few samples."""
+        """Divide the remaining samples ``left`` among ranks in proportion to ``sizes``, and begin this rank's part.
+
+        Returns False if there are too few samples. ``said`` is what each rank has sent.
+        """
         epoch = self._epoch
         loader = self._trainer.fit_loop._combined_loader.flattened[0]
         dealt = by_steps(left, {each.name: each.ready for each in said}, sizes, loader.drop_last)

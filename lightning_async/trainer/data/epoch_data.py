@@ -1,8 +1,8 @@
 """The assignment of the epoch's batches to ranks, and the redistribution of lost ranks' batches.
 
 `EpochAssignment` holds each rank's part of the epoch and its position in it. At the end of an epoch, `LostRankData` has
-the live ranks train on the batches that lost ranks did not share. `JoinerData` divides the rest of the epoch again when
-a rank joins. `EmptyShards` lets a rank without data pass through every epoch.
+the live ranks train on the batches of lost ranks that are in no agreed model. `JoinerData` divides the rest of the
+epoch again when a rank joins. `EmptyShards` lets a rank without data pass through every epoch.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class EpochAssignment:
         self._gone = set()
 
     def take_part(self, name: str) -> None:
-        """Note this rank's part of the last division for checkpoints, or that it has none."""
+        """Record, for checkpoints, which part of the epoch rank ``name`` got when the epoch was last divided.
+
+        It may have got none.
+        """
         names = list(self.shares)
         self.has_none = not self.known or name not in names
         self.dealt = [] if self.has_none else [names.index(name), len(names)]
@@ -140,7 +143,7 @@ class EpochAssignment:
 
     @property
     def streams(self) -> bool:
-        """Whether this rank's loaders read streams, whose rest cannot be determined."""
+        """Whether this rank's loaders read streams, so that the remaining samples are unknown."""
         loaders = self.trainer.fit_loop._combined_loader.flattened
         return all(isinstance(getattr(each, "dataset", None), IterableDataset) for each in loaders)
 
@@ -185,7 +188,7 @@ class EpochAssignment:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of trained batches wait for an optimizer step and have not been passed on to it."""
+        """Whether gradients of trained batches still wait for an optimizer step that has not begun."""
         told = self.strategy.step_runner.accumulates
         return self.trainer.fit_loop.epoch_loop._should_accumulate() if told is None else told
 
@@ -216,7 +219,7 @@ class EpochAssignment:
         self.begins = False
 
     def run(self, original: Any, data_fetcher: Any) -> None:
-        """Run the epoch loop, and restore the loop's settings at its end.
+        """Run the epoch loop by ``original``, Lightning's own method; afterwards restore the loop's settings.
 
         A rank that joined within the epoch and received no part of it skips to the epoch's end.
         """
@@ -299,9 +302,10 @@ class EpochAssignment:
 
 
 def _within_epoch(original: Any, interval: str, update_plateau_schedulers: bool) -> None:
-    """Call ``original``, which steps schedulers, except for schedulers of epochs that watch no metric.
+    """Call ``original``, Lightning's step of schedulers, unless these schedulers have already stepped.
 
-    These have already stepped at the last batch of this rank's own part.
+    At the last batch of this rank's own part of the epoch, the schedulers that step once an epoch have stepped already,
+    except those that watch a metric.
     """
     if interval != "epoch" or update_plateau_schedulers:
         original(interval, update_plateau_schedulers)
@@ -410,7 +414,10 @@ class LostRankData:
                 values.put_missing(logged)
 
     def _introduce(self, world: LightningCollectives, is_first: bool) -> bool:
-        """Tell ranks that do not know this epoch's division about it; return False if no rank knows it."""
+        """Tell ranks that do not know it how this epoch's data is divided; return False if no rank knows it.
+
+        ``is_first`` says that this rank was told the division first.
+        """
         mine: list[Any] = [self.epoch.phase, self.epoch.plain()] if is_first else []
         everyones = world.gather_objects(mine)
         told = next((each for each in everyones if each), None)
@@ -427,7 +434,10 @@ class LostRankData:
         return True
 
     def _how_it_ended(self) -> dict[str, Any]:
-        """Return the state that a joined rank without a part of the epoch needs at its end: steps, learning rates."""
+        """Return this rank's steps, learning rates and logged values at its epoch's end.
+
+        A rank that joined without a part of the epoch takes them over.
+        """
         trainer = self._trainer
         return {
             "steps": [(count.ready, count.completed) for count in self._steps()],
@@ -442,7 +452,7 @@ class LostRankData:
         }
 
     def _end_as_others(self, ended: dict[str, Any]) -> None:
-        """Take over the state that `_how_it_ended` has returned on another rank."""
+        """Take over ``ended``, the state at the epoch's end that `_how_it_ended` has returned on another rank."""
         trainer = self._trainer
         LoggedValues(trainer).put_blank(ended["metrics"])
         for count, (ready, completed) in zip(self._steps(), ended["steps"], strict=True):
@@ -494,7 +504,10 @@ class LostRankData:
         epoch.places |= {lost: epoch.place(begin) for lost, begin in left_at.items()}
 
     def tell_place(self, sync_points: SyncPoints) -> None:
-        """Note this rank's position, which the next message announces: all batches up to the current one."""
+        """Record how far this rank is in its data: it has used all batches up to the current one.
+
+        The next message to the other ranks carries this position.
+        """
         self.epoch.learn_from(sync_points)
         self.epoch.gone()
         sync_points.tell_place(self.epoch.place(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready))
@@ -517,7 +530,7 @@ class _Place(NamedTuple):
     Args:
         name: Stable id of the rank.
         comes: Whether this is the joining rank.
-        is_within: Whether the rank can continue with another part of the epoch.
+        is_within: Whether the rank is between two steps of the epoch, so that it can continue with another part of it.
         epoch: Number of the epoch.
         ready: Number of the rank's next batch.
         lengths: Lengths of the datasets of the joining rank's loaders.
@@ -552,7 +565,7 @@ class JoinerData:
         return [override(self._epoch.trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch)]
 
     def begin_within_epoch(self, logged: dict[str, Any]) -> None:
-        """Make this joining rank begin within the live ranks' epoch, in which they have ``logged`` these values."""
+        """Let this joining rank begin within the live ranks' epoch, with the values that they have ``logged`` in it."""
         self._epoch.logged = logged
 
     # Computed while training goes on, because all ranks wait during the division itself.
@@ -563,9 +576,13 @@ class JoinerData:
         return [self._epoch.phase, self._epoch.plain()]
 
     def place(self, name: str, comes: bool) -> list[Any]:
-        """Return this rank's situation (the fields of a `_Place`) for the division; ``comes`` if this rank joins.
+        """Return this rank's situation (the fields of a `_Place`), from which the rest of the epoch is divided again.
 
         All ranks wait at a sync point, so the situation does not change before the division.
+
+        Args:
+            name: Stable id of this rank.
+            comes: Whether this is the joining rank.
         """
         if (sync_points := self._strategy.sync_points) is not None:
             self._epoch.learn_from(sync_points)

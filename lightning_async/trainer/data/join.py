@@ -28,7 +28,10 @@ class JoinState:
         self._buffer = Buffer("joining")
 
     def prepare_for(self, more: int) -> None:
-        """Reserve memory for the state and ``more`` further bytes during training; any thread may call this."""
+        """Reserve memory for the state that a joining rank receives, and for ``more`` further bytes.
+
+        Any thread may call this, also while training goes on.
+        """
         trainer = self._trainer
         modules = [trainer.lightning_module, *averages_of(trainer)]
         tensors: list[Any] = [tensor for module in modules for tensor in _tensors(module).values()]

@@ -82,9 +82,9 @@ class SamplerResize:
         return setup_data
 
     def _number_new(self, original: Any, loop: Any) -> Any:
-        """Return a ``setup_data`` that numbers only partitions without a number.
+        """Return a ``setup_data`` that sets rank and number of ranks of partitioned samplers that have none yet.
 
-        It is for strategies that cannot lose ranks, where numbers never change.
+        It is for strategies that cannot lose ranks, where these numbers never change.
         """
 
         def setup_data() -> None:
@@ -97,7 +97,12 @@ class SamplerResize:
         return setup_data
 
     def _load(self, original: Any, loop: Any) -> None:
-        """Load the data; shorten ``val_check_interval`` if joined ranks leave each rank fewer batches than that."""
+        """Load the data by ``original``.
+
+        Shorten ``val_check_interval`` if it is longer than the epoch since ranks have joined.
+
+        The more ranks there are, the fewer batches each of them has in an epoch.
+        """
         try:
             with yet_to_be_numbered():
                 original()
@@ -119,9 +124,10 @@ class SamplerResize:
             original()
 
     def _division(self, before: tuple[str, int]) -> tuple[str, int]:
-        """Return a key that changes with the set of ranks; ``before`` while replicas are asynchronous.
+        """Return a key that changes if the set of ranks changes; the loaders are then made again.
 
-        An asynchronous replica must not make its loaders again alone, because the other ranks would keep theirs.
+        While replicas are asynchronous, return ``before``, the previous key: a replica must not make its loaders again
+        alone, because the other ranks would keep theirs.
         """
         # While replicas are asynchronous, a rank alone must not load anew, because the others would not.
         world = self._strategy.world
@@ -132,7 +138,7 @@ class SamplerResize:
         return "" if live_ranks is None else live_ranks.room, generation
 
     def _number_left_over(self, loop: Any) -> bool:
-        """Renumber samplers that the user made for as many ranks as there were before some were lost.
+        """Set rank and number of ranks again in samplers that the user made before ranks were lost.
 
         Returns whether there was such a sampler.
         """
@@ -151,7 +157,10 @@ class SamplerResize:
         return found
 
     def _number_partitions(self, loop: Any) -> None:
-        """Give the partitions all ranks' stable ids and this rank, so that each key's samples stay on the same rank."""
+        """Tell each partitioned sampler the stable ids of all ranks, and which of them this rank is.
+
+        With stable ids, the samples of a key stay on the same rank.
+        """
         kwargs = self._trainer.strategy.distributed_sampler_kwargs
         live_ranks = self._strategy.live_ranks
         names = tuple(map(str, range(kwargs["num_replicas"]))) if live_ranks is None else live_ranks.names
@@ -181,7 +190,10 @@ def _distributed_samplers(loop: Any) -> list[DistributedSampler[Any]]:
 
 
 def _partitions(loop: Any) -> list[tuple[Any, PartitionedSampler | PartitionedStream]]:
-    """Return the partitions of a loop's loaders, each with its loader, also within batch samplers and datasets."""
+    """Return pairs of a loader and its partitioned sampler or stream.
+
+    The sampler or stream may be inside a batch sampler or a dataset.
+    """
     loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
     names = ("sampler", "batch_sampler", "dataset")
     of_loaders = [(loader, getattr(loader, name, None)) for loader in loaders for name in names]
@@ -231,7 +243,7 @@ class ConsistentMetrics:
 
 
 def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric: Any) -> Any:
-    """Return the result of ``compute``, which computes ``metric``, repeated until no rank is lost meanwhile."""
+    """Return the result of ``compute``, which computes ``metric``. If a rank is lost during it, call it again."""
     if world is None or world.asynchronous:
         return compute()
     again = False
@@ -379,7 +391,14 @@ def resized(
 
 
 def _lost(left: list[Any], ranks: int) -> tuple[dict[int, dict[str, Any]], list[Any]]:
-    """Return the committed positions of lost ranks, by rank, and the entries whose position is unknown."""
+    """Split ``left`` into lost ranks whose position is known, and other entries.
+
+    Returns the committed position of each such rank, by rank, and the other entries.
+
+    Args:
+        left: One entry for each rank that left within the epoch.
+        ranks: Number of ranks among which the data was divided.
+    """
     known = {}
     others = []
     for entry in left:
@@ -403,7 +422,10 @@ def batches_left(state: dict[str, Any]) -> int | None:
 
 
 def weight_of_the_last(state: dict[str, Any], rank: int, world_size: int) -> float:
-    """Return the weight of a rank's last batch after `deal_steps`: its samples, relative to the ranks' mean."""
+    """Return the weight of a rank's last batch of the epoch: its number of samples, relative to the ranks' mean.
+
+    The last batches may be unequal because `deal_steps` has divided the samples.
+    """
     told = state["loaders"][0].get("share") if state["loaders"] else None
     if not told or not told.get("left"):
         return 1.0

@@ -1,4 +1,7 @@
-"""Cluster environments for ``mpirun``, ``horovodrun`` and changed ranks, and the stable ids of ranks."""
+"""Cluster environments, and the stable ids of ranks.
+
+The environments are for ``mpirun``, for ``horovodrun``, and for ranks that got new numbers after others were lost.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 class MPIRunEnvironment(ClusterEnvironment):
     """The environment of ranks that ``mpirun`` (Open MPI, MPICH, Intel MPI) or ``horovodrun`` has started.
 
-    It needs no mpi4py, and serves ``horovodrun`` with another transport than Horovod's. The address of rank 0 is
-    ``MASTER_ADDR``, or this host if all ranks run on it. The port is ``MASTER_PORT``, or derived from the job's id, so
-    that jobs on one host use different ports. If mpirun sets no id, as MPICH's does not, its process on this host
-    identifies the job.
+    It needs no mpi4py. It also fits ranks that ``horovodrun`` has started if they do not communicate by Horovod. The
+    address of rank 0 is ``MASTER_ADDR``, or this host if all ranks run on it. The port is ``MASTER_PORT``, or derived
+    from the job's id, so that jobs on one host use different ports. If mpirun sets no id, as MPICH's does not, its
+    process on this host identifies the job.
 
     Raises:
         RuntimeError: The ranks are on several hosts without ``MASTER_ADDR``, or there is neither a port nor an id from
@@ -81,7 +84,7 @@ class MPIRunEnvironment(ClusterEnvironment):
 
     @property
     def job(self) -> str:
-        """The id of this job; "" if mpirun sets none and its process is not found."""
+        """The id of this job, from the launcher's variables, or else from the process of mpirun; "" without both."""
         if "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
             return "horovodrun {HOROVOD_GLOO_RENDEZVOUS_ADDR} {HOROVOD_GLOO_RENDEZVOUS_PORT}".format_map(os.environ)
         found = (os.environ.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"))
@@ -135,7 +138,6 @@ def _launcher_above() -> str:
 
 
 def started_by_horovodrun() -> bool:
-    """Return whether horovodrun started this process."""
     return "HOROVOD_RANK" in os.environ and "HOROVOD_SIZE" in os.environ
 
 
@@ -147,7 +149,7 @@ class _Renumbered:
 
     @property
     def launchers(self) -> Any:
-        """The environment that the launcher has set up."""
+        """The environment that the launcher has set up, with the ranks' original numbers."""
         return getattr(self._environment, "launchers", self._environment)
 
     def __getattr__(self, name: str) -> Any:
@@ -157,7 +159,7 @@ class _Renumbered:
 class RenumberedEnvironment(_Renumbered):
     """The environment of a rank after a reconfiguration, with its new rank, world size and key space in the store.
 
-    ``room`` is the prefix of the keys by which the live ranks meet in the store.
+    ``room`` is this key space: the prefix of the keys by which the live ranks meet in the store.
     """
 
     def __init__(self, environment: Any, rank: int, world_size: int, room: str) -> None:
@@ -197,7 +199,7 @@ class StableIds(NamedTuple):
     Args:
         mine: Id of this rank.
         left: Ids of all live ranks, in order.
-        started: Number of ranks at the start, or more if ranks have joined since. All ids are smaller than it.
+        started: Number of ranks that were ever started. All ids are smaller than this number.
         lost: Ids of the lost ranks.
     """
 

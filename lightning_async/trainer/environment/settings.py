@@ -41,7 +41,7 @@ Settings = dict[str, str]
 
 
 class TrainerSettings:
-    """The settings of this rank's Trainer and strategy, as texts."""
+    """The settings of this rank's Trainer and strategy, as texts, so that ranks can compare them."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -99,7 +99,10 @@ class TrainerSettings:
         return self._texts(values, ())
 
     def _usual(self) -> Settings:
-        """Return the settings that usually are equal, but need not be."""
+        """Return the settings that usually are the same on all ranks, but need not be.
+
+        Ranks only warn of a difference.
+        """
         trainer = self._trainer
         values: dict[str, object] = {
             "version of Lightning": ".".join(pl.__version__.split(".")[:2]),
@@ -124,7 +127,10 @@ def check_joining(theirs: Settings, mine: Settings) -> None:
 
 
 def check_equal(world: LightningCollectives, settings: Settings) -> None:
-    """Compare settings that are known only after the model is set up."""
+    """Raise an error on all ranks if ``settings`` differ between ranks.
+
+    These settings are known only after the model is set up.
+    """
     _refuse(world, world.gather_objects(settings))
 
 
@@ -135,7 +141,7 @@ _NEWER = {"foreach", "maximize", "capturable", "differentiable", "fused", "decou
 def check_optimizers(
     world: LightningCollectives, module: Any, optimizers: Sequence[Optimizer], usual: bool = False
 ) -> None:
-    """Compare the optimizers and schedulers of all replicas, because models would diverge silently if they differ.
+    """Raise an error if optimizers or schedulers differ between replicas, because models would then diverge silently.
 
     With ``usual``, only warn of a difference, unless it is in the number of optimizers.
     """

@@ -57,12 +57,15 @@ def note_end(exception: BaseException) -> None:
 
 
 def ended_in_order() -> bool:
-    """Return whether no run of this process has ended by an exception or a signal."""
+    """Return whether every fit of this process has ended normally, and none by an exception or a signal."""
     return not _ends
 
 
 class _Codes:
-    """An exception hook that sets exit codes, after the hook ``before`` has shown the exception."""
+    """An exception hook that sets the exit code.
+
+    First it calls the previous hook, ``before``, which shows the exception.
+    """
 
     def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
         self._before = before
@@ -185,10 +188,11 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher of scripts, which kills the other ranks only some time after one has died.
+    """A launcher like Lightning's launcher of scripts, but after a death the other ranks get time to end by themselves.
 
-    Lightning kills all others within seconds, and does not say what went wrong in training. Here the others learn of
-    the death first, so each ends with an error that names the dead rank. One that has not ended in time is killed.
+    Lightning kills all other ranks within seconds, and does not say what went wrong in training. Here the other ranks
+    learn of the death first, so each ends with an error that names the dead rank. A rank that has not ended in time is
+    killed.
 
     ``on_death`` is called with the local rank and the exit status of a process that died. It returns how long the
     others may take to end, or None if they continue.

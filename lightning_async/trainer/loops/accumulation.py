@@ -106,7 +106,9 @@ def rows_of(batch: Any) -> int | None:
 
 
 def cut(batch: Any, rows: int, begin: int, end: int) -> Any:
-    """Return rows ``begin`` to ``end`` of a batch; values that are no tensor or sequence of ``rows`` stay whole.
+    """Return rows ``begin`` to ``end`` of a batch that has ``rows`` rows.
+
+    Values that are no tensor or sequence of this length stay as they are.
 
     >>> cut({"x": torch.arange(3), "names": ["a", "b", "c"], "mode": "train"}, 3, 1, 3)
     {'x': tensor([1, 2]), 'names': ['b', 'c'], 'mode': 'train'}
@@ -131,7 +133,7 @@ def _tensors(batch: Any) -> Sequence[Tensor]:
 
 
 class WindowPlan(NamedTuple):
-    """The planned size of a window."""
+    """The planned size of a window of accumulated batches."""
 
     batches: int
     samples: float

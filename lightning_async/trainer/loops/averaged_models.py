@@ -1,7 +1,7 @@
-r"""Lightning's averages of the model over time, made equal on all ranks at every sync point.
+r"""Lightning's averages of the model's weights (EMA, SWA), made equal on all ranks at every sync point.
 
-Each rank averages its own replica between sync points. These averages are linear in the parameters, so the mean over
-ranks of the replicas' averages is the average of the replicas' mean:
+Between sync points, each rank updates an average of its own replica's weights, :math:`e_i`. Such an average is linear
+in the weights. So the mean of all ranks' averages equals the average that one would get from the mean of the replicas:
 
 .. math:: \bar e = \sum_i w_i e_i, \qquad w_i \propto \text{updates of rank } i \text{ since the last sync point}
 """
@@ -19,7 +19,10 @@ from lightning_async.trainer.namespace import callbacks_of
 
 
 def averaged_models_of(trainer: Any) -> AveragedModels | None:
-    """Return the averages of the present training; None for synchronous replicas, which have equal averages anyway."""
+    """Return the weight averages (EMA, SWA) of the present training.
+
+    Returns None for synchronous replicas, whose averages are equal anyway.
+    """
     return vars(trainer.strategy).get("averaged_models")
 
 
@@ -55,7 +58,10 @@ class AveragedModels:
         return [int(average.n_averaged) - agreed for average, agreed in zip(self._averages, self._agreed, strict=True)]
 
     def go_on(self, updates: list[int]) -> None:
-        """Continue with restored averages that had these numbers of ``updates`` since the last sync point."""
+        """Continue with restored averages.
+
+        ``updates`` has each average's number of updates since the last sync point.
+        """
         known = updates if len(updates) == len(self._averages) else [0] * len(self._averages)
         self._agreed = [int(average.n_averaged) - count for average, count in zip(self._averages, known, strict=True)]
 
@@ -109,7 +115,7 @@ class AveragedModels:
 
     @torch.no_grad()
     def _largest_(self, tensors: list[Tensor]) -> None:
-        """Take the maximum of each integer over all ranks."""
+        """Set each element of the integer tensors to its maximum over all ranks."""
         group = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
         if group:
             flat = torch.cat([t.detach().reshape(-1).to(torch.int64) for t in group])
@@ -117,13 +123,13 @@ class AveragedModels:
 
 
 def _batch_norms(callback: Any) -> list[tuple[Any, Tensor, Tensor, Tensor]]:
-    """Return the layers whose statistics are recomputed, with copies of this rank's statistics."""
+    """Return each layer whose statistics are recomputed, with copies of its mean, variance and number of batches."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     return [(layer, *(getattr(layer, name).clone() for name in statistics)) for layer in callback.momenta]
 
 
 def _by_dtype(tensors: list[Tensor]) -> Iterator[tuple[torch.dtype, list[Tensor]]]:
-    """Group tensors by the precision of their sum, which is at least fp32."""
+    """Group tensors by the type in which they are summed over ranks, which is at least fp32."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(tensor)

@@ -76,7 +76,10 @@ class ContinuedLogger(ExperimentWriter):
 
 
 def _save(writer: Any, save: Callable[[], None]) -> None:
-    """Call ``save`` with the columns that the file has now, because another process may have added some."""
+    """Give the CSV writer the columns that its file has now, then call ``save``.
+
+    Another process may have added columns.
+    """
     if not writer.metrics:
         return
     files = writer._fs
@@ -98,7 +101,10 @@ def _rewrite(writer: Any) -> None:
 
 
 def _write(writer: Any, text: str) -> None:
-    """Replace the file by one with the rows of ``text``, and with the columns of these rows and of the writer."""
+    """Rewrite the CSV writer's file with the rows of ``text``.
+
+    The columns are those of the rows and those of the writer.
+    """
     rows = csv.DictReader(io.StringIO(text, newline=""))
     beside = f"{writer.metrics_file_path}.new"
     writer.metrics_keys = sorted({*writer.metrics_keys, *(rows.fieldnames or ())})
@@ -126,7 +132,10 @@ def _place(logger: Any) -> dict[str, Any]:
 
 
 def take_places(loggers: Sequence[Any], told: list[dict[str, Any]]) -> None:
-    """Prepare the loggers to write to the places that `places` has returned on rank 0, if this rank becomes rank 0."""
+    """Prepare the loggers, so that they continue in the places of rank 0's loggers if this rank becomes rank 0.
+
+    ``told`` is the result of `places` on rank 0.
+    """
     for logger, place in zip(loggers, told, strict=False):
         if not place or not _is_known(logger):
             continue
@@ -200,7 +209,10 @@ class LoggingFailover:
         return [type(each).__name__ for each in self._trainer.loggers]
 
     def begin_batch(self, batch_idx: int) -> None:
-        """Warn about loggers and show the progress bar, if this rank has become rank 0 since the last batch."""
+        """Take over logging, if this rank has become rank 0 since the last batch.
+
+        Warn of loggers that may not continue rank 0's run, and show the progress bar.
+        """
         if not self._leads and self._trainer.is_global_zero:
             self._leads = True
             self._warn_of_loggers()
@@ -245,7 +257,10 @@ class LoggingFailover:
 
 
 def _advance(bar: Any, batches: int) -> None:
-    """Advance one of Lightning's progress bars; bars of other classes follow at the end of the batch."""
+    """Set one of Lightning's progress bars to ``batches``.
+
+    Bars of other classes are updated at the end of the batch.
+    """
     callbacks = pytorch("callbacks")
     if isinstance(bar, callbacks.TQDMProgressBar):
         shown = bar.train_progress_bar

@@ -21,10 +21,11 @@ log = logging.getLogger(__name__)
 
 
 def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[str, Any] | None:
-    """Return a resume state for a rank that has none in a checkpoint, made from another rank's; None without any.
+    """Return a resume state for a rank without one in the checkpoint, made from another rank's state.
 
-    The new state skips as many batches of this rank's own data as the first saved rank has read. A sampler that
-    shuffles has another order than before. If no rank has a state, the epoch's data begins again.
+    The new state skips as many batches of this rank's own data as the rank with the lowest number has read. A sampler
+    that shuffles has another order than before. If no rank has a state, the result is None: the epoch's data begins
+    again.
 
     Args:
         states: Saved states of `Resume`, by stable id.
@@ -43,7 +44,7 @@ def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[s
 
 
 def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
-    """Return the number of the epoch's part for ``rank``, which has no state.
+    """Return the index of the part of the epoch that ``rank``, a rank without a saved state, gets.
 
     Ranks without a state get, in order, the parts that no saved rank has.
     """
@@ -59,7 +60,7 @@ def without_own(clocks: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_none(state: Mapping[str, Any] | None) -> bool:
-    """Return whether the rank that has saved ``state`` had joined within the epoch without a part of it."""
+    """Return whether the rank that has saved ``state`` had joined within an epoch, and so had no part of it."""
     return state is not None and not state.get("dealt", (0, 1))
 
 
@@ -69,22 +70,25 @@ def among(state: dict[str, Any], world_size: int) -> int:
 
 
 def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Return the states of all parts of the epoch's data, made up for parts without a saved state."""
+    """Return a state for each part of the epoch's data: the saved state, or else one made from another rank's."""
     first = states[min(states)]
     places = {state.get("dealt", (name,))[0]: state for name, state in sorted(states.items())}
     return [places.get(place) or _moved(first, place, place) for place in range(among(first, world_size))]
 
 
 def _moved(state: dict[str, Any], rank: int, part: int) -> dict[str, Any]:
-    """Return another rank's state for ``rank``, which has part ``part`` of the epoch, with other random states."""
+    """Return a copy of another rank's state, changed so that ``rank`` can resume from it.
+
+    The copy has part ``part`` of the epoch, and random states that differ from the other rank's.
+    """
     random = of_another(state["random"], rank)
     return {**state, "random": random, "loaders": [_place(position, part) for position in state["loaders"]]}
 
 
 def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
-    """Return a loader's position for ``part``, after as many batches as in the given one.
+    """Return a loader's position in part ``part`` of the data, made from another rank's position.
 
-    States that belong to the other rank's own data are removed.
+    The number of batches stays. States that belong to the other rank's own data are removed.
     """
     if "taken" not in position:
         return {**position, "dataset": None, "state": None}
@@ -107,11 +111,11 @@ class Modes:
         self._changed: set[str] = set()
 
     def begin(self) -> None:
-        """Note the modes at the start of training."""
+        """Record which modules are in training mode, and which parameters require gradients, when training begins."""
         self._first = _modes(self._trainer.lightning_module)
 
     def take(self) -> dict[str, bool]:
-        """Return the present values of everything that has changed."""
+        """Return the modes that have changed since training began, by name."""
         now = _modes(self._trainer.lightning_module)
         return {name: on for name, on in now.items() if name in self._changed or on is not self._first.get(name, on)}
 
@@ -120,7 +124,7 @@ class Modes:
         self.put({name: on for name, on in state.items() if name.endswith(".requires_grad")})
 
     def put(self, state: dict[str, bool]) -> None:
-        """Restore the values of ``state``."""
+        """Set the modes of modules and parameters to those in ``state``."""
         self._changed = set(state)
         module = self._trainer.lightning_module
         owners: dict[str, Any] = {**dict(module.named_modules()), **dict(module.named_parameters())}
@@ -166,7 +170,7 @@ class LoggedValues:
         return self._trainer.fit_loop.epoch_loop._results
 
     def take(self) -> dict[str, Any]:
-        """Return copies of the values."""
+        """Return copies of the values that were logged."""
         connector = self._connector
         names = {id(metric): name for name, metric in self._metrics.items()}
         results = self._results
@@ -275,9 +279,10 @@ def _blank(result: Any) -> Any:
 
 
 def _mark(state: Any) -> Any:
-    """Return an object of a metric's state by whose identity an update is noticed.
+    """Return an object that is replaced when a metric's state is replaced.
 
-    Updates in place keep that object. They are noticed by the metric's update count.
+    It is the state itself, or the last entry of a list. An update that changes the state in place is noticed by the
+    metric's count of updates instead.
     """
     # A list state only grows or is replaced, so its last entry identifies it.
     return (state[-1] if state else None) if isinstance(state, list) else state

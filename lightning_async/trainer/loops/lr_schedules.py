@@ -1,4 +1,4 @@
-"""Learning rates that follow all replicas' steps, and optimizer states that are made equal."""
+"""Learning rates that follow the steps of all replicas, and optimizer states that are made equal at sync points."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from lightning_async.trainer.strategy_view import StrategyView
 
 
 class LearningRates:
-    """Patches of the schedulers' steps, which may follow the mean number of steps over all replicas."""
+    """Patches of learning-rate schedulers: a scheduler can follow the mean number of steps over all replicas.
+
+    Without a patch, it would follow this rank's own steps.
+    """
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
         self._view = view

@@ -17,7 +17,7 @@ from lightning_async.trainer.strategy_view import StrategyView
 
 
 class Saving(CollectiveCallback):
-    """The patches of every `ModelCheckpoint` of a Trainer."""
+    """Patches of a Trainer's `ModelCheckpoint` callbacks, so that all ranks save together at a sync point."""
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
         self._view = view
@@ -45,7 +45,7 @@ class Saving(CollectiveCallback):
             callback._last_global_step_saved = -1
 
     def begin_batch(self) -> None:
-        """Record how many save intervals were complete before the first batch, which belong to an earlier training."""
+        """Record, before the first batch, how many save intervals an earlier training has completed."""
         for checkpoint in self._checkpoints():
             self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
 
@@ -57,7 +57,7 @@ class Saving(CollectiveCallback):
             self.call_together()
 
     def _turns(self, checkpoint: Any) -> int:
-        """Return how many intervals of this callback's steps are complete."""
+        """Return how many intervals of ``every_n_train_steps`` this training has completed for this callback."""
         n = checkpoint._every_n_train_steps
         return self._trainer.global_step // n if n > 0 else 0
 
@@ -88,7 +88,10 @@ class Saving(CollectiveCallback):
             self.decide(world)
 
     def _save(self, checkpoint: Any) -> None:
-        """Save with the step number of rank 0, whose loops are in the file; another replica may be ahead."""
+        """Save under the step number of rank 0.
+
+        Another replica may be ahead, but the file has the state of rank 0's loops.
+        """
         trainer = self._trainer
         checkpoint._last_time_checked = time.monotonic()
         checkpoint._last_global_step_saved = -1

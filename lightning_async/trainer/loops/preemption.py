@@ -3,7 +3,7 @@
 The handler only sets a flag, on which all ranks act at a batch boundary. A second SIGTERM ends the process at once.
 `timeout`, systemd, Slurm and shells signal whole process groups, so a rank's loader workers die of the same signal. A
 rank learns of a worker's death when it next reads from its workers, and not by an exception at an arbitrary place in
-its main thread. The user's own handler runs at the end.
+its main thread. The user's own handler of the signal runs after the fit has ended.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Preemption:
         """The user's handler of SIGTERM from before the fit, which is called at the end of the run."""
 
     def install(self) -> list[Undo]:
-        """Patch the signal handlers; return functions that undo it, except for `_at_the_end`, which undoes itself."""
+        """Patch the signal handlers; return functions that undo the patches.
+
+        The patch `_at_the_end` is not among them, because it undoes itself.
+        """
         signals = self._trainer._signal_connector
         own = os.getpid()
 
@@ -112,7 +115,7 @@ class Preemption:
             self.told = True
 
     def _at_the_end(self, signals: Any) -> None:
-        """Call the user's handler when the run has ended and all handlers are restored."""
+        """Call the user's own handler, if a signal came, when the fit has ended and all handlers are restored."""
 
         def teardown() -> None:
             undo()
@@ -133,7 +136,10 @@ class Preemption:
         undo = set_for_now(signals, "teardown", teardown)
 
     def leave(self, finish: Callable[[], object]) -> NoReturn:
-        """Call ``finish``, which waits for all ranks' save; then raise SIGTERMException with exit code `TRY_AGAIN`."""
+        """Call ``finish``, which waits until all ranks have saved; then raise SIGTERMException.
+
+        The exit code is `TRY_AGAIN`.
+        """
         finish()
         if self._requeues and self._trainer.is_global_zero:
             self._requeue()

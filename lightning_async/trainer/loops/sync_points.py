@@ -79,7 +79,10 @@ class Spikes:
 
 
 class Stopping:
-    """Patches for stops that one rank learns of first: by a signal, `Timer` or `SpikeDetection`."""
+    """Patches by which all ranks stop at the same batch, although one rank learns of the stop first.
+
+    That rank learns of it by a signal, a `Timer` or `SpikeDetection`.
+    """
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
         self._view = view
@@ -134,7 +137,7 @@ class Stopping:
             sync_points.request_stop()
 
     def after_batch(self) -> None:
-        """Stop or end training if the ranks have voted for it, and vote if this rank alone has a reason to."""
+        """Stop or end training if the ranks have agreed on it. If only this rank has a reason so far, vote for it."""
         sync_points = self._view.sync_points
         if sync_points is None:
             return
@@ -159,7 +162,10 @@ class Stopping:
 
 
 class FitSyncPoints:
-    """The sync points of one fit, at which all ranks wait for one another and listeners learn of a changed model."""
+    """The sync points of one fit, at which all ranks wait for one another.
+
+    Registered functions are called there if the model was replaced.
+    """
 
     _averaged_models: AveragedModels  # from `begin` on
 
@@ -176,7 +182,7 @@ class FitSyncPoints:
         """Function that goes to `SyncPointKind.DECIDE`, because another rank has called all ranks together."""
 
     def begin(self, world: LightningCollectives) -> None:
-        """Begin training, or begin it again, with running averages that are equal on all ranks."""
+        """Begin training, or begin it again, with weight averages (EMA, SWA) that are equal on all ranks."""
         self._averaged_models = AveragedModels(self._trainer, world)
         # Checkpoints find the averages there.
         vars(self._trainer.strategy)["averaged_models"] = self._averaged_models
@@ -214,9 +220,10 @@ class FitSyncPoints:
             self.on_met(world)
 
     def within_batch(self, sync_point: SyncPointKind) -> Arrival:
-        """Wait at a sync point in the middle of a batch; return whether it has opened, or what another rank asks for.
+        """Wait at a sync point in the middle of a batch.
 
-        The caller handles a request at the end of the batch.
+        The wait ends when all ranks have come, or when another rank asks for something else; the result says which. The
+        caller does what the other rank asks for at the end of the batch.
         """
         sync_points = self._view.sync_points
         world = self._view.world
@@ -243,7 +250,7 @@ class FitSyncPoints:
 class UnscheduledValidation:
     """Validations that run although this rank's own loop has none due now.
 
-    They run as `_TrainingEpochLoop.on_advance_end` does it.
+    They are run in the same way as in Lightning's `_TrainingEpochLoop.on_advance_end`.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -266,9 +273,9 @@ class UnscheduledValidation:
 
     @contextlib.contextmanager
     def at_last_step(self) -> Iterator[None]:
-        """Log validations within the block with the step before the last one.
+        """Log the validations in the block under the number ``global_step - 1``, as Lightning does.
 
-        Lightning validates before it counts the step, and logs the metrics of an epoch with that number. The count
+        Lightning validates before it counts the step, so its logs of validations have the smaller number. `global_step`
         itself stays, because saves within a validation use it.
         """
         epoch = self._trainer.fit_loop.epoch_loop
@@ -295,11 +302,14 @@ class CollectiveCallback:
     """Asks all ranks to a sync point at their next batch boundary; None while replicas are synchronous."""
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Decide together with all ranks, which hold one model; return whether they all have replaced that model."""
+        """Act together with all ranks at a sync point, where they hold one model; for example, roll back.
+
+        Returns whether all ranks have replaced the model.
+        """
         return False
 
     def save_together(self, world: LightningCollectives) -> None:
-        """Save, after all callbacks have decided.
+        """Save, if a save is due, after `decide` of all callbacks has returned.
 
         All ranks call this at a sync point, where they have one model that does not change.
         """
@@ -309,14 +319,14 @@ class CollectiveCallback:
         return {}
 
     def come(self, told: dict[str, Any]) -> None:
-        """Take over the values that `for_joining_ranks` has returned on a live rank, after this callback's state.
+        """Take over, on a joining rank, the values that `for_joining_ranks` has returned on a live rank.
 
-        This is called on a joining rank.
+        Called after the state of this callback was loaded.
         """
 
 
 class CollectiveActions:
-    """Decisions of all ranks' callbacks together, at sync points to which a callback has called all ranks.
+    """Actions that callbacks take on all ranks together, at sync points for which a callback has asked.
 
     ``saving`` takes part like one of these callbacks. Afterwards ``host`` admits joining ranks, unless a callback has
     replaced the model.
@@ -359,11 +369,14 @@ class CollectiveActions:
             self.hold()
 
     def is_called(self, sync_points: SyncPoints) -> bool:
-        """Return whether any rank has called all ranks together."""
+        """Return whether any rank has asked all ranks to come to a sync point."""
         return self._called or self._view.step_runner.called or Vote.DECIDE in sync_points.agreed
 
     def hold(self) -> None:
-        """Wait for all ranks and let the callbacks decide; start a new training if they have replaced the model."""
+        """Wait for all ranks at a sync point, and let the callbacks act.
+
+        If they have replaced the model, start a new training within this fit.
+        """
         self._called = False
         self._meeting.rendezvous(SyncPointKind.DECIDE)
         world = self._view.world

@@ -5,8 +5,8 @@
       packing and merging             communication
       waiting at sync points          not counted: a fast replica waits, a slow one is waited for
 
-Headers carry each rank's pace to all others. On a GPU this is the host's time, which soon includes waits for the
-device.
+Each rank sends its times to all others in its headers. On a GPU, they are times of the host. When the host has queued
+enough work, it waits for the GPU, so the times include the GPU's.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ class SharedLearningRates:
             original(interval, False)
 
     def _step(self, watching: bool) -> None:
-        """Step the schedulers whose frequency divides the number of steps."""
+        """Step the schedulers with interval "step" whose frequency divides the number of steps.
+
+        ``watching`` selects those that watch a metric.
+        """
         strategy = self._trainer.strategy
         step = self._loop.global_step
         configs = strategy.lr_scheduler_configs
@@ -65,10 +68,10 @@ class SharedLearningRates:
             strategy.lr_scheduler_configs = configs
 
     def end_epoch(self, world: LightningCollectives) -> Callable[[], None]:
-        """Step the schedulers of epochs after the epoch's last step, if any rank has reached its last batch.
+        """Step the schedulers with interval "epoch", if any rank has reached its last batch.
 
-        Returns a function to call at the very end of the epoch. On a rank without batches, it steps the schedulers that
-        watch a metric.
+        Returns a function to call at the very end of the epoch. On a rank without batches, this function steps the
+        schedulers that watch a metric; elsewhere it does nothing.
         """
         mine = self.ends_epoch
         self.ends_epoch = False
@@ -86,9 +89,10 @@ class SharedLearningRates:
 
 
 class ExternalWindowSize(AccumulationWindows):
-    """The sizes of windows for `AsyncGradientStrategy`, which itself weights and averages gradients and steps.
+    """The sizes of accumulation windows for `AsyncGradientStrategy`. No loop is patched.
 
-    The arguments are those of `AccumulationWindows`. No loop is patched.
+    The strategy itself weights the gradients, averages them and takes the optimizer steps. The arguments are those of
+    `AccumulationWindows`.
     """
 
     even = True
@@ -108,7 +112,7 @@ class ExternalWindowSize(AccumulationWindows):
 
     @property
     def least(self) -> float:
-        """The number of samples that a window must have before it ends: the window under way, else the next one."""
+        """The smallest number of samples of the current window, or of the next one if none is open."""
         return self.planned.samples if self.planned.by_samples else 0.0
 
     @property
@@ -146,7 +150,7 @@ class ExternalWindowSize(AccumulationWindows):
 
 
 def updates_of(trainer: Any) -> OptimizerUpdates | None:
-    """Return the fit's updates; None if each step belongs to the batch that Lightning trains on."""
+    """Return the fit's `OptimizerUpdates`; None if no optimizer step is delayed beyond its batch."""
     return view_of(trainer.strategy).updates
 
 
@@ -241,7 +245,7 @@ class OptimizerUpdates:
         self._take(lambda: self._loop.automatic_optimization._optimizer_step(max(self._loop.batch_idx, 0), closure))
 
     def take_each(self, steps: Iterable[Callable[[], object]]) -> None:
-        """Take a step of manual optimization for each optimizer that has gradients, by calling each of ``steps``."""
+        """Take a step of manual optimization: call each of ``steps``, one for each optimizer that has gradients."""
 
         def run() -> None:
             scaled_zero(self._trainer.precision_plugin, self._trainer.strategy.root_device)
