@@ -3,9 +3,9 @@
     push n: fill `gradients`, send them to all servers, wait for all answers
     a server dies: connect again, repeat the request; the server knows by n whether it has applied the push
 
-A push stays in this process's memory, unchanged, until it is answered. `Client` sends each request to all servers at
-once, through one `ShardConnection` for each. `PushResiduals` compresses a push on the worker, and `Arrived`
-decompresses it on the server.
+A push stays in the worker's memory, unchanged, until all servers have answered. `Client` sends each request to all
+servers at once, through one `ShardConnection` for each server. `PushResiduals` compresses a push on the worker. On the
+server, `Arrived` decompresses it.
 """
 
 from __future__ import annotations
@@ -46,16 +46,18 @@ class ServerAnswer:
     """The servers' answer to a push or a pull.
 
     Args:
-        versions: Version of each server's shard.
-        lags: For each server, updates since the weights at which the push was computed.
+        versions: Version of each server's shard: the number of its updates.
+        lags: For each server, the number of updates since the weights at which the push was computed.
         resent: Number of times that the request was sent on a new connection to a server.
-        dropped: For each server, whether the push was dropped as too late.
-        durable: Version of each server's newest snapshot, which survives the loss of its host; -1: there is none.
-        lost: Number of this worker's pushes that a server had acknowledged, and then lost with its host.
+        dropped: For each server, whether the push was dropped, because it was too late or not finite.
+        durable: Version of each server's newest snapshot, which survives the loss of the server's host; -1: there is no
+            snapshot.
+        lost: Number of this worker's pushes that a server had answered, and then lost with its memory.
         in_step: Whether the next update combines one push of each worker.
         called: In the mode ``"sync"``, whether any worker asked for a sync point by a push with ``call=True`` in this
             round. All workers get the same value for a round.
-        restored: Number that grows whenever a server starts from a snapshot, because versions go back then.
+        restored: Sum over the servers of a number that grows when the server is restored from a snapshot. A restore
+            sets versions back, so versions can be compared only between answers with the same ``restored``.
     """
 
     versions: tuple[int, ...]
@@ -70,18 +72,22 @@ class ServerAnswer:
 
 
 class Client:
-    """One worker's client of all servers. Used by one thread at a time; after an error only `close` may be called.
+    """One worker's client of all servers.
+
+    Used by one thread at a time, except for `give_up`. After an error only `close` may be called.
 
     Args:
         worker: Name of the worker.
-        dials: One dial for each server, in the plan's order; the client closes them.
-        fingerprint: Fingerprint of the plan of shards; a server takes part in one plan only.
-        timeout_s: Seconds for each request, over all servers. Must exceed the servers' ``dead_after_s``, so that
-            servers first evict a worker that everyone waits for.
+        dials: One dial for each server, which opens connections to it, in the plan's order; the client closes the
+            dials.
+        fingerprint: Fingerprint of the plan, which divides the weights into shards. A server refuses workers with
+            another plan.
+        timeout_s: Longest time for each request, over all servers, in seconds. Must exceed the servers'
+            ``dead_after_s``, so that servers first evict a worker for which all others wait.
         absent_s: Seconds after which a server that cannot be reached is lost.
         compression: Compression of pushes. Default: None, pushes are fp32.
-        consistent: Whether a pull takes one version of all servers, see `consistency`.
-        table: Index of the table of weights on the servers, of which there is one for each group of parameters.
+        consistent: Whether a pull gets weights that contain the same pushes on all servers, see `consistency`.
+        table: Index of the worker's table on the servers; there is one table of weights for each group of parameters.
         overlap: Whether gradients may be computed at weights older than the last pull, see `ShardConnection`.
     """
 
@@ -111,18 +117,19 @@ class Client:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """fp32 memory for the next push, one tensor for each server; must not be touched during a push."""
+        """The fp32 memory for the next push, one tensor for each server; must not be changed during a push."""
         return [each.source for each in self.feedback] or [_floats(line.dial.outgoing) for line in self._lines]
 
     @property
     def weights(self) -> list[Tensor]:
-        """fp32 weights of the last pull, one tensor for each server; valid until the next request."""
+        """The fp32 weights of the last pull, one tensor for each server; valid until the next request."""
         return [_floats(line.dial.incoming) for line in self._lines]
 
     def bring(self, field: str) -> None:
         """Send the field ``field`` of a restored optimizer state, such as a momentum, to the servers.
 
-        The caller has written the field into the send buffer `gradients`. Call this before `start`.
+        The caller has written the field into the send buffer `gradients`. Call this before `start`, once for each
+        field.
         """
         self._ask_with_all({"do": "bring", "field": field})
 
@@ -136,7 +143,7 @@ class Client:
         anew: bool = False,
         warmup_steps: int | None = None,
     ) -> ServerAnswer:
-        """Join the servers, and pull.
+        """Join the servers as a worker, and pull the weights.
 
         Servers that have no weights yet take the initial weights, which the caller has written into `gradients`.
 
@@ -146,14 +153,14 @@ class Client:
             arguments: Arguments of the optimizer. Default: none.
             fields: Names of the optimizer state's fields that `bring` has sent. Default: none, the state is new.
             scalars: Scalars of the optimizer's state. Default: none.
-            staleness: Policy that the servers' `WorkerRules` must have. Default: None, any policy.
+            staleness: Staleness policy that the servers' `WorkerRules` must have. Default: None, any policy.
             anew: Whether servers that have weights replace them by the contents of `gradients`, too, and evict all
                 other workers. Default: False.
-            warmup_steps: Number of warm-up steps, see `WorkerRules`. Default: None, that of the servers' rules.
+            warmup_steps: Number of warm-up steps, see `WorkerRules`. Default: None, the number in the servers' rules.
 
         Raises:
             PeerLost: A server does not answer in time.
-            SettingsMismatch: A server has another optimizer, policy of staleness or plan, or cannot have this one.
+            SettingsMismatch: A server has another optimizer, staleness policy or plan, or does not support this one.
         """
         header = {
             "do": "initialise", "optimizer": optimizer, "arguments": dict(arguments or {}),
@@ -166,11 +173,15 @@ class Client:
         return self.pull()
 
     def pull(self, field: str | None = None) -> ServerAnswer:
-        """Pull the newest weights into `weights`, or, in their place, a ``field`` of the servers' state.
+        """Pull the newest weights into the buffer `weights`.
+
+        Args:
+            field: Name of an array of the servers' state to pull in place of the weights. Default: None, the weights.
+                ``"params"``: the actual weights, even if workers compute gradients at predicted ones.
 
         Raises:
             PeerLost: A server has not answered in time, or has lost its weights.
-            Evicted: The other workers have continued without this one.
+            Evicted: The servers have evicted this worker, and the other workers have continued without it.
         """
         if self._at_a_cut:
             return self._answer(consistency.pull(self._ask_all, field, self._timeout_s, self.worker))
@@ -190,8 +201,8 @@ class Client:
 
         Args:
             lr: Learning rate in place of the optimizer's own. Default: None, the optimizer's own.
-            weight: Number of samples in the mean that is pushed, for the mode ``"sync"``. With 0 the push is empty, and
-                the residual of compression is not sent.
+            weight: Number of samples of which `gradients` is the mean. The mode ``"sync"`` weights the mean over
+                workers by this number. With 0 the push is empty, and the residual of compression is not sent.
             pull: Whether to pull the weights, too.
             sync_point: Number of sync points that this worker has passed, see `rest`.
             call: In the mode ``"sync"``, whether to set `ServerAnswer.called` for all workers in this round.
@@ -201,7 +212,7 @@ class Client:
         Raises:
             ValueError: ``weight`` is below 0.
             PeerLost: A server has not answered in time, or has lost its weights.
-            Evicted: The other workers have continued without this one.
+            Evicted: The servers have evicted this worker, and the other workers have continued without it.
         """
         if not weight >= 0:
             raise ValueError(f"`push(weight={weight!r})` must be >= 0.")
@@ -230,8 +241,8 @@ class Client:
     def begin_parts(self) -> None:
         """Begin a push that is sent in parts.
 
-        The caller then fills `gradients` from the end to the beginning, and calls `leave` to send each part that is
-        filled.
+        The caller then fills `gradients` from the end to the beginning, calls `leave` for each part that is filled, and
+        completes the push with `push`.
         """
         for line in self._lines:
             line.begin_part()
@@ -242,8 +253,9 @@ class Client:
         Does nothing with compression.
 
         Args:
-            parts: Start and end of the part in each server's `gradients`. Parts are sent from the end to the beginning.
-                A part that has changed since it was sent may be sent again.
+            parts: For each server, the start and the end of the part in its tensor of `gradients`, in elements. Parts
+                are sent from the end of `gradients` to the beginning. A part that has changed since it was sent may be
+                sent again.
         """
         itemsize = torch.float32.itemsize
         for line, (start, end) in zip(self._lines, parts, strict=True):
@@ -251,32 +263,39 @@ class Client:
                 line.leave(start * itemsize, (end - start) * itemsize)
 
     def snapshot(self) -> ServerAnswer:
-        """Take a snapshot on all servers and wait until it is durable; raise AsyncTrainingError if one cannot."""
+        """Take a snapshot on all servers, and wait until all snapshots are durable.
+
+        Raises AsyncTrainingError if a server cannot take one.
+        """
         return self._answer(self._ask_all({"do": "snapshot"}), pulled=False)
 
     def read(self, field: str) -> tuple[dict[str, Any], ...]:
         """Read one field of all servers' state into the buffer `weights`.
 
-        Returns each server's answer, with its ``fields``, ``scalars`` and ``version``.
+        Returns the answer of each server: the names of all its ``fields``, the ``scalars`` of its optimizer, and its
+        ``version``.
         """
         return tuple(self._ask_all({"do": "read", "field": field}))
 
     def rest(self, sync_point: int) -> None:
-        """Tell the servers that other workers' pushes need not wait for this worker until this sync point.
+        """Tell the servers that other workers' pushes need not wait for this worker until the coming sync point opens.
 
-        Pushes after the sync point wait for it again.
+        Pushes of workers that have passed this sync point wait for this worker again.
+
+        Args:
+            sync_point: Number of sync points that this worker has passed, without the coming one.
         """
         self._ask_all({"do": "rest", "sync_point": sync_point})
 
     def give_up(self) -> None:
-        """Fail the request under way and all later ones. Any thread may call this."""
+        """Make the request under way, and all later ones, raise PeerLost. Any thread may call this."""
         for line in self._lines:
             line.give_up()
 
     def lags(self) -> tuple[dict[str, Any], ...]:
         """Return how late pushes were, for each server: a histogram of lags, and the ``mean`` of recent lags.
 
-        See `in_words`.
+        `store.in_words` describes the form of each dict.
         """
         lags = [reply["lags"] for reply in self._ask_all({"do": "lags"})]
         return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in lags)
@@ -285,7 +304,8 @@ class Client:
         """Close all connections; idempotent.
 
         Args:
-            leave: Whether to tell the servers first that no worker has to wait for this one any more. Default: True.
+            leave: Whether to tell the servers first that other workers need not wait for this one any more. Default:
+                True.
         """
         for line in self._lines:
             line.close(leave)
@@ -333,8 +353,8 @@ class ShardConnection:
 
     Args:
         server: Number of the server, for messages.
-        dial: Dial of the server; the connection closes it.
-        hello: First message on each new channel: the ``worker``, and other facts that identify it.
+        dial: Dial of the server, which opens channels to it; the connection closes the dial.
+        hello: Fields of the first message on each new channel, such as the name of the ``worker`` and its ``table``.
         absent_s: Seconds after which a server that cannot be reached is lost.
         overlap: Whether gradients may be computed at weights older than the last pull. The server then has two places
             for the weights that this worker has pulled.
@@ -346,13 +366,13 @@ class ShardConnection:
         self.dial = dial
         self.base = 0
         self.began = False
-        """Whether the server had weights. If it comes back without weights, it has lost them."""
+        """Whether the server had weights. A server that has none when it is reached again has lost them."""
         self._overlap = overlap
         self._spare = False
         self._pushed_then = 0  # number of the last push before the last pull
         self.resent = self.pushed = 0
         self._missing: list[tuple[int, int]] = []
-        """Ranges of pushes that were answered, and lost since; the first number is excluded, the last included."""
+        """Ranges of answered pushes that the server has lost, by number: the first is excluded, the last included."""
         self._server = server
         self._worker = hello["worker"]
         self._hello = hello
@@ -365,9 +385,9 @@ class ShardConnection:
         self._given_up = False
         self._absent_s = absent_s
         self._left: int | None = None
-        """Offset from which the server has the rest of the next push already; None: it has nothing of that push."""
+        """Byte offset from which the server has the rest of the next push already; None: it has no part of the push."""
         self._away_since: float | None = None
-        """Time since which there is no channel; None while there is one."""
+        """Time since which the connection has had no channel; None while it has one."""
 
     def ask(self, header: Mapping[str, Any], size: int) -> None:
         """Send a request if there is a channel; otherwise `reply` connects and sends it."""
@@ -384,14 +404,14 @@ class ShardConnection:
             self._try(self._channel)
 
     def pulled(self, version: int) -> None:
-        """Note the version of the weights that the last request has pulled."""
+        """Record the version of the weights that the last request has pulled."""
         self.base = version
         self._spare = self._request[0]["to"]
         self._pushed_then = self.pushed
 
     @property
     def lost(self) -> int:
-        """Number of pushes that the server had answered, and then lost with its memory."""
+        """The number of this worker's pushes that the server had answered, and then lost with its memory."""
         return sum(end - start for start, end in self._missing)
 
     def begin_part(self) -> None:
@@ -416,7 +436,15 @@ class ShardConnection:
             self._left = at if self._left is None else min(self._left, at)
 
     def reply(self, until: float) -> dict[str, Any]:
-        """Return the answer to the last request; connect again and repeat the request if the server has died."""
+        """Return the answer to the last request; connect again and repeat the request if the server has died.
+
+        Args:
+            until: Time of `time.monotonic` until which to wait.
+
+        Raises:
+            PeerLost: The server has not answered in time, has lost its weights, or `give_up` was called.
+            AsyncTrainingError: The server refuses the request.
+        """
         while True:
             now = time.monotonic()
             left = until - now
@@ -465,7 +493,7 @@ class ShardConnection:
         self.dial.close()
 
     def _dial(self, timeout_s: float) -> bool:
-        """Connect, and send the request; return whether there is a channel."""
+        """Connect, and send the request that has no answer yet; return whether there is a channel."""
         try:
             channel = self._channel = self.dial.connect(min(timeout_s, _DIAL_S))
             now = {"life": self._life, "incarnation": self._incarnation, "said": self.pushed}
@@ -492,7 +520,7 @@ class ShardConnection:
         return self._channel is not None
 
     def _go_back(self, reply: Mapping[str, Any]) -> None:
-        """Note the pushes that a server has lost with its memory, because it has restored an earlier snapshot."""
+        """Record which pushes a server has lost with its memory, because it has restored an earlier snapshot."""
         kept = reply["push"]
         known = [(start, min(end, kept)) for start, end in self._missing if start < kept]
         self._missing = [*known, (kept, max(kept, self.pushed))]
@@ -566,7 +594,7 @@ class PushResiduals:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A push as a server has received it, in memory that the worker does not touch before the answer.
+    """A push as a server has received it, in memory that the worker does not change before it has the answer.
 
     Args:
         message: Bytes of the push, uint8.
@@ -574,7 +602,7 @@ class Arrived:
         numel: Number of elements of the shard.
 
     Raises:
-        ValueError: The message has another size.
+        ValueError: The message has another size than ``compression`` and ``numel`` give.
     """
 
     message: Tensor
@@ -591,7 +619,10 @@ class Arrived:
 
     @classmethod
     def of(cls, message: Tensor, header: Mapping[str, Any], numel: int) -> Arrived:
-        """Return the message that came with a header; raise TypeError or ValueError if the two do not fit."""
+        """Return the push that arrived as ``message`` with this header, for a shard of ``numel`` elements.
+
+        Raises TypeError or ValueError if the message and the header do not fit together.
+        """
         return cls(message, from_description(header["compression"]), numel)
 
     def floats(self, room: Tensor) -> Tensor:
@@ -607,7 +638,10 @@ class Arrived:
 
 
 def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
-    """Tell a server that these workers are lost; raise PeerLost if the server does not answer in time."""
+    """Tell a server that these workers have died, so that other workers do not wait for them.
+
+    Raises PeerLost if the server does not answer in time.
+    """
     _tell(dial, {"do": "forget", "workers": list(workers)}, timeout_s)
 
 

@@ -1,16 +1,18 @@
 """Rules that say which worker waits for which, and pulls that get one version from all servers.
 
-`WorkerRules` say how a server treats its workers; the pure functions `live`, `round_due` and `awaited` follow them.
+`WorkerRules` say how a server treats its workers. The pure functions `live`, `round_due` and `awaited` apply them.
 
-A consistent `pull` has two requests. First the worker asks all servers to hold: they apply no more pushes, and each
-answers with the number of the last push of each worker that it has applied. The cut is, for each worker, the highest
-number in any answer. Then the worker pulls at the cut: a server applies waiting pushes that belong to the cut, sends
-the weights once all of these are applied, and ends the hold.
+A consistent `pull` has two requests. With the first one, the worker asks all servers to hold: they apply no more
+pushes, and each answers with the number of the last push of each worker that it has applied. The cut is, for each
+worker, the highest number in any answer. With the second one, the worker pulls at the cut: a server applies waiting
+pushes that belong to the cut, sends the weights once all pushes of the cut are applied, and ends the hold.
 
-If one server has applied its part of a push, the other servers' parts are on their way, and the pull waits for them. If
-the worker that made the push is gone, they never come: the pull does not wait for them, and contains the parts that
-were applied. A hold ends after a limit, or with the worker's connection. If the limit was too short, the worker asks
-again.
+A push has one part for each server. If one server has applied its part, the other parts are on their way, and the pull
+waits for them. If the worker that made the push has died, the other parts may never arrive. The pull stops waiting for
+them once the servers have forgotten this worker, and then contains only the parts that were applied.
+
+A hold ends after a time limit, or with the connection of the worker that pulls. If the limit was too short, the worker
+repeats both requests.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ class WorkerRules:
         """Return whether the next update combines one push of each worker.
 
         Args:
-            version: The present version.
-            warmup_steps: Number of warm-up steps in place of the rules' own. Default: None.
+            version: Number of updates so far.
+            warmup_steps: Number of warm-up steps in place of the rules' own. Default: None, the rules' own.
 
         >>> rules = WorkerRules(warmup_steps=2)
         >>> rules.in_step(1), rules.in_step(2), rules.in_step(1, 1)
@@ -91,7 +93,7 @@ class WorkerRules:
         return self.mode == "sync" or version < (self.warmup_steps if warmup_steps is None else warmup_steps)
 
     def policy(self, optimizer: str, arguments: Mapping[str, Any]) -> StalenessPolicy:
-        """Return the policy of staleness for pushes to this optimizer."""
+        """Return the staleness policy for pushes to the optimizer with this name and these arguments."""
         return NoCorrection() if self.mode == "sync" else make_policy(self.staleness, optimizer, arguments)
 
     def plain(self) -> dict[str, Any]:
@@ -100,7 +102,7 @@ class WorkerRules:
 
 
 def stated_staleness(staleness: str | StalenessPolicy | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return a policy in JSON's terms; ``"auto"`` and None as they are.
+    """Return a staleness policy as JSON values; ``"auto"`` and None are returned unchanged.
 
     >>> stated_staleness("bounded")
     {'policy': 'Bounded', 'arguments': {'max_staleness': 16}}
@@ -111,7 +113,13 @@ def stated_staleness(staleness: str | StalenessPolicy | Mapping[str, Any] | None
 
 
 def live(workers: Workers, sync_point: int = 0) -> set[str]:
-    """Return the workers that a worker waits for when it has passed this number of sync points.
+    """Return the names of the live workers for which a push waits.
+
+    A push does not wait for a worker that rests at ``sync_point`` or a later one.
+
+    Args:
+        workers: The server's entry of each worker; ``rests`` is the sync point at which the worker rests, or -1.
+        sync_point: Number of sync points that the pushing worker has passed. Default: 0.
 
     >>> workers = {"a": {"live": True, "rests": -1}, "b": {"live": True, "rests": 2}}
     >>> live(workers, 2), sorted(live(workers, 3))
@@ -131,8 +139,8 @@ def round_due(
         worker_rules: Rules of the server.
         version: Version of the weights; 0 before the first update.
         workers: The server's entry of each worker; ``rests`` is the sync point at which the worker rests, or -1.
-        waiting: Workers whose pushes wait.
-        sync_point: Number of sync points before these pushes. Default: 0.
+        waiting: Names of the workers whose pushes wait.
+        sync_point: Number of sync points that the workers of these pushes have passed. Default: 0.
 
     >>> entry = {"live": True, "rests": -1}
     >>> two = WorkerRules(mode="sync", num_workers=2)
@@ -148,15 +156,16 @@ def round_due(
 def awaited(
     worker_rules: WorkerRules, workers: Workers, waiting: Collection[str], worker: str, number: int, sync_point: int = 0
 ) -> set[str]:
-    """Return the workers that a worker has to wait for after its push; empty if it may continue.
+    """Return the names of the workers that a worker has to wait for after its push; empty if the worker may continue.
 
     Args:
         worker_rules: Rules of the server.
-        workers: The server's entry of each worker; ``push`` is the number of its last push, ``clock`` its progress.
-        waiting: Workers whose pushes wait to be applied together.
-        worker: The worker that has pushed.
+        workers: The server's entry of each worker; ``push`` is the number of its last push, ``clock`` its progress in
+            pushes, ``rests`` the sync point at which it rests, or -1.
+        waiting: Names of the workers whose pushes wait to be applied together.
+        worker: Name of the worker that has pushed.
         number: Number of its push.
-        sync_point: Number of sync points before this push. Default: 0.
+        sync_point: Number of sync points that the worker has passed. Default: 0.
 
     >>> fast = {"live": True, "rests": -1, "push": 5, "clock": 5}
     >>> slow = {"live": True, "rests": -1, "push": 1, "clock": 1}
@@ -174,9 +183,10 @@ def awaited(
 
 
 def applied_by(workers: Workers) -> Cut:
-    """Return, for each worker, the number of its last push that the server has dealt with.
+    """Return, for each worker, the number of its last push that this server has applied.
 
-    A push is dealt with if it was applied (``push``), or if the worker has said that it needs no update (``said``).
+    After a server has lost its memory, ``said`` is the number of the last push that the worker knew was applied before
+    the loss. It counts as applied.
 
     >>> applied_by({"a": {"client": "3f", "push": 4}, "b": {"client": "9c", "push": 1, "said": 2}})
     {('a', '3f'): 4, ('b', '9c'): 2}
@@ -200,9 +210,10 @@ class _Hold:
 
 
 class ConsistentReads:
-    """The consistent reads of one server. A worker that reads holds the server: no push is applied until it has read.
+    """The consistent pulls that are under way on one server.
 
-    The caller of each method holds the server's lock.
+    A worker that pulls holds the server: until it has its weights, the server applies only pushes that belong to the
+    cut of this pull. The caller of each method holds the server's lock.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -210,11 +221,11 @@ class ConsistentReads:
         self._holds: dict[str, _Hold] = {}
 
     def hold(self, worker: str, limit_s: float) -> None:
-        """Apply no push until this worker has pulled, or ``limit_s`` seconds have passed."""
+        """Keep the server from applying pushes until this worker has pulled, or ``limit_s`` seconds have passed."""
         self._holds[worker] = _Hold(self._now() + limit_s)
 
     def wants(self, worker: str, cut: Cut) -> None:
-        """Note the pushes that a worker's pull must contain."""
+        """Record the cut that a worker's pull must contain; the worker's hold then lets pushes of this cut through."""
         # The hold may have ended before the worker's second request came.
         if (hold := self._holds.get(worker)) is not None:
             hold.cut = cut
@@ -223,18 +234,19 @@ class ConsistentReads:
         self._holds.pop(worker, None)
 
     def holds(self, worker: str) -> bool:
-        """Return whether the worker still keeps the server from applying pushes, because it is about to read."""
+        """Return whether this worker has a hold on the server whose time is not over."""
         hold = self._holds.get(worker)
         return hold is not None and self._now() < hold.until
 
     def allow(self, pushes: Mapping[str, int], workers: Workers, connected: Collection[str]) -> bool:
-        """Return whether these pushes may be applied now, although workers hold the server for their reads.
+        """Return whether these pushes may be applied now: whether they belong to the cut of every pull under way.
 
-        A worker's hold ends here if its time is over, or if the worker is not connected.
+        A pull whose cut is not known yet allows no push. Removes holds whose time is over, and holds of workers that
+        are not connected.
 
         Args:
-            pushes: Number of each worker's push.
-            workers: Entries of the workers.
+            pushes: Number of the push, by the name of the worker that made it.
+            workers: The server's entry of each worker.
             connected: Names of connected workers.
         """
         if not self._holds:
@@ -256,6 +268,10 @@ def missing(cut: Cut, workers: Workers) -> bool:
 
     A push does not count if the server has forgotten its worker, or if the worker has been started again since.
 
+    Args:
+        cut: Number of each worker's last push that must be applied, by the worker's name and its client's id.
+        workers: The server's entry of each worker.
+
     >>> workers = {"a": {"client": "3f", "push": 4}}
     >>> missing({("a", "3f"): 5}, workers), missing({("a", "3f"): 4, ("b", "9c"): 7, ("a", "1d"): 9}, workers)
     (True, False)
@@ -270,16 +286,17 @@ def pull(
     """Pull weights that contain the same pushes on all servers.
 
     Args:
-        ask: Sends a request to all servers, and returns their replies.
-        field: Field of the servers' state to pull in place of weights. Default: None, the weights.
-        timeout_s: Seconds within which all servers must come to one version.
+        ask: Function that sends a request to all servers, and returns their replies.
+        field: Field of the servers' state to pull in place of the weights. Default: None, the weights.
+        timeout_s: Seconds within which all servers must reach one version.
         worker: Name of the worker, for messages.
 
     Returns:
         The reply of each server.
 
     Raises:
-        ChannelTimeout: Some servers have a push that others have not received in time, though its worker may be alive.
+        ChannelTimeout: A push has reached only some of the servers in time. The worker that made it may have died, or
+            may only be slow.
     """
     limit_s = _HOLD_S
     until = time.monotonic() + timeout_s

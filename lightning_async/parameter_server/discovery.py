@@ -7,9 +7,9 @@
     call: training 3 is over        ------->  ends the process, once no worker is connected
     (the workers' processes end)              receives no worker's heartbeat any more: ends
 
-`JobBoard` reads and writes these calls and answers in the store. `DedicatedServer` carries out the calls on a rank that
-is a server, and `Attendance` finds out when the workers have ended. With `Agreement`, workers at a sync point wait
-until all of them have the same weights.
+`JobBoard` writes these calls and answers to the job's store, and reads them. `DedicatedServer` carries out the calls on
+a rank that is a server. `Attendance` finds out when the workers have ended. With `Agreement`, workers at a sync point
+wait until all of them have the same weights.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ from lightning_async.parameter_server.process import ServerProcess, ServerStart,
 ROOM = "lightning_async/attendance"
 """Name of the group of heartbeats of workers and servers, see `Membership`."""
 _WORKER = "worker"
-# Seconds between two readings of the notes.
+# Seconds between two readings of the entries in the store.
 _LOOK_S = 0.1
 # Longest time for which workers of a training that is over may stay connected.
 _DRAIN_S = 30.0
 
 
 class JobBoard:
-    """The notes of one job in its store: the workers' call for servers, and the servers' answers."""
+    """The entries of one job in its store by which workers and servers find each other.
+
+    A call, written by the first worker, asks the servers to start or to end. An answer, written by a server, holds its
+    addresses or an error.
+    """
 
     def __init__(self, store: JoinBoard) -> None:
         self._store = store
@@ -53,7 +57,7 @@ class JobBoard:
             run: Number of the training.
             num_servers: Number of servers that the training wants.
             worker_rules: Rules by which servers treat workers.
-            shelving: Folder of snapshots. Default: None, servers take no snapshots.
+            shelving: Folder of snapshots, and how often they are taken. Default: None, servers take no snapshots.
         """
         call = {
             "run": run, "servers": num_servers, "terms": worker_rules.plain(),
@@ -74,7 +78,7 @@ class JobBoard:
             patience: Wait with a limit, and with a log line for each server that has not answered.
 
         Raises:
-            AsyncTrainingError: A server cannot serve; the message names it, and says why.
+            AsyncTrainingError: A server has answered with an error; the message has the server's number and its reason.
             CollectiveTimeout: A server has not answered in time.
         """
         notes: dict[int, dict[str, Any]] = {}
@@ -87,9 +91,10 @@ class JobBoard:
         return [address for server in range(num_servers) for address in notes[server]["addresses"]]
 
     def check(self, run: int, server: int) -> dict[str, Any]:
-        """Return what a server has published for training number ``run``, such as its address, or an empty dict.
+        """Return a server's answer to the call for training number ``run``, with its ``addresses``.
 
-        Raises AsyncTrainingError if the server has published that it cannot start.
+        The answer is empty if the server has not answered. Raises AsyncTrainingError if the server has answered with an
+        error.
         """
         note = self.answered(run, server)
         if "error" in note:
@@ -97,23 +102,26 @@ class JobBoard:
         return note
 
     def called(self) -> dict[str, Any]:
-        """Return the first worker's last call for servers, or to end them; empty if there was none."""
+        """Return the workers' latest call, which asks servers to start or to end; empty if there was no call."""
         return self._store.read("call")
 
     def answer(self, run: int, server: int, note: Mapping[str, Any]) -> None:
-        """Write a server's answer: its ``addresses``, or an ``error``."""
+        """Write a server's answer to the call for training number ``run``: its ``addresses``, or an ``error``."""
         self._store.write(f"answer/{run}/{server}", note)
 
     def answered(self, run: int, server: int) -> dict[str, Any]:
-        """Return what a server has published for training number ``run``, such as its address, or an empty dict."""
+        """Return a server's answer to the call for training number ``run``, with its ``addresses`` or an ``error``.
+
+        The answer is empty if the server has not answered.
+        """
         return self._store.read(f"answer/{run}/{server}")
 
 
 class DedicatedServer:
-    """A rank that is a server: it starts one server process for each training of the workers, and ends it afterwards.
+    """A rank that is a server. It starts a server process for each training of the workers, and ends it afterwards.
 
-    If the rank itself dies, its server processes live on. If the rank is started again, workers continue with the same
-    server processes.
+    If this rank's process dies, the server processes continue. If the rank is started again, workers continue with the
+    same server processes.
 
     Args:
         board: The job's entries in the store, by which workers and servers find each other.
@@ -126,9 +134,9 @@ class DedicatedServer:
         self.number = number
         self._host = host
         self._own: dict[int, ServerProcess] = {}
-        """Servers by a descriptor of the supervisor's process, which is readable once that process has ended."""
+        """Server processes, by a descriptor of the supervisor that becomes readable once the supervisor has ended."""
         self._adopted: list[dict[str, Any]] = []
-        """Addresses of servers that an earlier process of this rank has started."""
+        """Addresses of server processes that an earlier process of this rank has started."""
         self._run: int | None = None
         self._how = ServerStart(WorkerRules())
 
@@ -138,9 +146,10 @@ class DedicatedServer:
         return self._run is not None
 
     def follow(self) -> None:
-        """Start or end server processes, if the workers have called for it.
+        """Start or end server processes, as the workers' latest call on the board asks.
 
-        Raises AsyncTrainingError if a server process cannot be started.
+        Does nothing if the call is carried out already. Raises AsyncTrainingError if a server process cannot be
+        started.
         """
         call = self._board.called()
         # Nothing has changed: there is no call, an unknown training is over, or this one is being served.
@@ -153,17 +162,19 @@ class DedicatedServer:
     def wait(self, woken: int) -> None:
         """Wait for a moment, or until descriptor ``woken`` is readable.
 
-        Meanwhile, replace each server process whose supervisor has ended.
+        Replaces each server process whose supervisor has ended meanwhile.
         """
         for descriptor in self._own.keys() & connection.wait([woken, *self._own], _LOOK_S):
             self._restart(descriptor)
 
     def drain(self, is_enough: Callable[[], bool], woken: int) -> None:
-        """Tell the servers to end once no worker is connected, and wait for that; no server is started again.
+        """Tell the server processes to end once no worker is connected, and wait until they have ended.
+
+        No server process is replaced from then on.
 
         Args:
-            is_enough: Returns whether to stop waiting early.
-            woken: Descriptor that ends a wait when it becomes readable.
+            is_enough: Function that returns whether to stop waiting early.
+            woken: Descriptor that interrupts the wait when it becomes readable; ``is_enough`` is then called.
         """
         # Copies, because `_let_go` closes the originals.
         waited = {os.dup(descriptor) for descriptor in self._own}
@@ -178,14 +189,17 @@ class DedicatedServer:
                 os.close(descriptor)
 
     def end(self) -> None:
-        """Wait until no worker is connected, and end the server processes of a training that is over."""
+        """End the server processes of a training that is over, once no worker is connected, or after 30 s.
+
+        Server processes that an earlier process of this rank has started are told to end, and are not waited for.
+        """
         while self._adopted:
             # An adopted server is no child of this process, so it is told by a message.
             tell_over(dial(self._adopted.pop(), 0, 0))
         self._let_go(lambda server: server.close(_DRAIN_S))
 
     def fail(self, why: str) -> None:
-        """Write the reason of a failure for the workers, and let the servers end once no worker is connected."""
+        """Write ``why`` to the board as this server's error. The server processes end once no worker is connected."""
         if self._run is not None:
             self._board.answer(self._run, self.number, {"error": why})
         self._let_go(lambda server: server.leave())
@@ -212,11 +226,12 @@ class DedicatedServer:
         self._board.answer(self._run, self.number, {"addresses": addresses})
 
     def _start(self, before: dict[str, Any] | None) -> dict[str, Any]:
-        """Start a server and return its address.
+        """Start a server process, and return its address.
 
         Args:
-            before: Address of a server that is gone, which the new server takes over, with its newest snapshot. Without
-                a snapshot, workers learn that the weights are lost. None: there was no server before.
+            before: Address of a server process that is gone. The new one takes over this address, and begins with the
+                newest snapshot. Without a snapshot, workers learn that the weights are lost. None: there was no server
+                process before.
         """
         server = self._how.begin(self.number) if before is None else self._how.again(self.number, before)
         self._own[os.pidfd_open(server.supervisor)] = server
@@ -252,16 +267,20 @@ class Attendance:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last heartbeat of any worker."""
+        """The number of seconds since the last heartbeat of any worker."""
         return self._now() - max(self._seen_at.values(), default=self._began)
 
     @property
     def came(self) -> int:
-        """Number of workers that have ever been seen."""
+        """The number of workers whose heartbeats were ever seen."""
         return len(self._seen_at)
 
     def over(self) -> bool:
-        """Return whether all expected workers have come and ended, or all that have come are silent for too long."""
+        """Return whether the workers have ended.
+
+        True if all expected workers have joined, and each has left or is silent for too long; or if all workers that
+        have joined are silent for too long.
+        """
         now = self._now()
         left = {name for name in self._beats.left() if name.startswith(_WORKER)}
         self._seen_at |= {name: self._seen_at.get(name, now) for name in left}
@@ -277,7 +296,9 @@ class Attendance:
 
 
 class WorkerVersion(NamedTuple):
-    """The version of a worker's weights, as its headers report it; fields are compared in their order.
+    """The version of a worker's weights, as the worker's headers report it.
+
+    Fields are compared from the first to the last.
 
     Args:
         restored: `ServerAnswer.restored` of the worker's weights. Default: 0.
@@ -291,9 +312,9 @@ class WorkerVersion(NamedTuple):
 class Agreement(EngineComponent):
     """The engine component that opens a sync point once all workers have the weights of the last push.
 
-    A worker at a sync point has no push under way, and pulls after its last push. The worker that comes last therefore
-    pulls weights that contain all pushes, on every server, and has the highest version. The others pull until they have
-    this version. Equal versions mean weights that are equal to the bit.
+    At a sync point, each worker pulls after its last push, and pushes nothing more. The worker that arrives last
+    therefore pulls weights that contain all pushes, on every server. Its version is the highest. The others pull until
+    they have this version. Equal versions mean weights that are equal to the bit.
     """
 
     blank = WorkerVersion()
@@ -308,7 +329,7 @@ class Agreement(EngineComponent):
 
         Args:
             versions: Version of each server's shard.
-            restored: Number that grows when servers restore a snapshot. Default: 0.
+            restored: `ServerAnswer.restored` of the weights. Default: 0.
         """
         with self._shared_state.changed:
             self._mine = WorkerVersion(float(restored), float(sum(versions)))

@@ -21,7 +21,7 @@ class PushTotals:
         version: Number of optimizer steps in the weights that were pulled last.
         earlier: Part of ``version`` that was counted before the servers were last given this worker's weights, see
             `begin`.
-        lag: Lag of the last push.
+        lag: Lag of the last push: the number of updates since the weights at which the push was computed.
         lag_sum: Sum of the lags of all pushes that were not empty.
         timed_pushes: Number of pushes that were not empty; only these have a lag.
         sent_bytes: Bytes of pushes, after compression.
@@ -72,7 +72,7 @@ class PushTotals:
         self.pulled_bytes += pulled
 
     def late(self, lag: int) -> None:
-        """Count a push that was not empty, and its lag: updates since the weights at which it was computed."""
+        """Count a push that was not empty, and its ``lag``: the updates since the weights at which it was computed."""
         self.lag = lag
         self.lag_sum += lag
         self.timed_pushes += 1
@@ -114,13 +114,14 @@ class WorkerSteps:
     .. math:: p = p_0 + w + \frac{K\, (v - w)}{N}
 
     where :math:`p_0` is the mean when training begins, and :math:`v` is the version. Each of the first :math:`w`
-    versions combines one push of each worker, and each later version combines :math:`K` pushes. :math:`N` is the number
-    of workers. At each pull, :math:`N` of that moment applies to the versions since the last pull.
+    versions combines one push of each worker, and each later version combines :math:`K` pushes. :math:`N` is the
+    number of workers. If :math:`N` changes, each version counts with the :math:`N` of the first pull that contains
+    this version.
 
     Args:
-        steps: Number of steps of each worker when training begins.
-        in_step: Number of first versions :math:`w`, each of which combines one push of each worker.
-        pushes: Number of pushes :math:`K` in each later version.
+        steps: Number of steps of each worker when training begins. Default: one worker without steps.
+        in_step: Number of first versions :math:`w`, each of which combines one push of each worker. Default: 0.
+        pushes: Number of pushes :math:`K` in each later version. Default: 1.
 
     >>> progress = WorkerSteps([10, 14], in_step=2)
     >>> progress.see(2, num_workers=2), progress.see(7, num_workers=2), progress.see(9, num_workers=1)
@@ -134,11 +135,14 @@ class WorkerSteps:
         self._version = 0
 
     def begin(self, version: int) -> None:
-        """Note the version of the servers' weights before the first step."""
+        """Record the version of the servers' weights before the first step."""
         self._version = version
 
     def see(self, version: int, num_workers: int) -> int:
-        """Record a version that was pulled, and the number of workers; return the workers' mean number of steps."""
+        """Record a version that was pulled, and the number of workers at this pull.
+
+        Returns the workers' mean number of steps, rounded down.
+        """
         if (new := version - self._version) > 0:
             # Versions in step hold one push of each worker, and move the mean by a whole step.
             together = max(0, min(version, self._in_step) - self._version)
@@ -148,7 +152,7 @@ class WorkerSteps:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Two means over the workers of their numbers of steps, rounded down: when training began, and now."""
+        """The workers' mean number of steps when training began, and the mean now, both rounded down."""
         return int(self.first), int(self._mean)
 
     def plain(self) -> dict[str, Any]:

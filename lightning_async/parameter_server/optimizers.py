@@ -1,9 +1,9 @@
-"""The optimizers of servers, created from a name and arguments in JSON values; see `make_optimizer`.
+"""The optimizers of servers, which `make_optimizer` creates from a name and arguments that JSON can hold.
 
 A shard's arrays exist twice, in two banks. An optimizer step reads one bank, which stays as it is, and writes the other
-one, piece by piece, in any order. SGD, Adam and their kind have fused ops, which read and write each piece once,
-together with the reply to the worker. For other optimizers, torch's own classes are used. An optimizer is refused if
-its step for one element depends on other elements.
+one, piece by piece, in any order. SGD, Adam and AdamW run as fused ops, which read and write each piece once, and fill
+the reply to the worker in the same pass. Other optimizers, and options that the fused ops lack, run by torch's own
+classes. An optimizer is refused if its step for one element depends on other elements.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class ServerRates(NamedTuple):
     scale: float = 1.0
 
     def of(self, own: float) -> float:
-        """Return the learning rate of the step; without `lr`, it is computed from the optimizer's ``own`` rate."""
+        """Return the learning rate of the step: `lr`, or the optimizer's ``own`` rate without `lr`, times `factor`."""
         return (own if self.lr is None else self.lr) * self.factor
 
 
 class ShardSpan(NamedTuple):
-    """A piece of a shard in one step.
+    """One piece of a shard, a range of its elements, in one optimizer step.
 
     Args:
         old: Arrays before the step; only read.
@@ -72,7 +72,7 @@ class ShardSpan(NamedTuple):
     whole: int
 
     def before(self, *names: str) -> list[Tensor]:
-        """Return these arrays as they are before the step."""
+        """Return the arrays of `old` with these names."""
         return [self.old[name] for name in names]
 
     def after(self, *names: str) -> list[Tensor]:
@@ -84,13 +84,19 @@ class ServerOptimizer(ABC):
     """An optimizer that steps on pieces of a shard; several threads may use it at once."""
 
     fields: tuple[str, ...] = ()
-    """Names of state tensors, each as large as the parameters, and zero before the first step."""
+    """Names of the state's tensors. Each tensor is as large as the parameters, and zero before the first step."""
 
     @abstractmethod
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
-        """Take an optimizer step on one piece of the shard: read the span's old arrays, and write its ``new`` arrays.
+        """Take an optimizer step on one piece of the shard: read the arrays of ``span.old``, and write ``span.new``.
 
-        Returns the optimizer's new scalars, such as its number of steps; they are the same for every piece.
+        Args:
+            span: The piece of the shard.
+            scalars: Scalars of the optimizer before the step, see `Scalars`.
+            rates: Rates of the step.
+
+        Returns:
+            The optimizer's new scalars, such as its number of steps; they are the same for every piece.
         """
 
 
@@ -133,9 +139,11 @@ class DanaStep(ServerOptimizer):
     """SGD with a momentum for each worker, by `ops.server_dana_`; see `algorithms.staleness.Dana`.
 
     The field ``momentum_buffer`` is the sum of all workers' momenta, and workers pull the field ``ahead``. A step with
-    one worker's push also reads and writes that worker's ``momentum``. A step with all workers' pushes together, as in
-    rounds, changes no worker's momentum. The next step with one worker's push then starts ``momentum_buffer`` from
-    zero.
+    one worker's push also reads and writes that worker's ``momentum``.
+
+    A step with all workers' pushes together, as in rounds, changes no worker's momentum. It uses ``momentum_buffer`` as
+    the momentum of plain SGD. Then ``momentum_buffer`` is not the sum of the workers' momenta any more, so the next
+    step with one worker's push starts it from zero.
 
     Args:
         lr: Learning rate, as in torch's SGD.
@@ -158,7 +166,7 @@ class DanaStep(ServerOptimizer):
         if self.weight_decay or self.maximize:
             sign = -1.0 if self.maximize else 1.0
             gradient = torch.add(gradient.float() * sign, span.old["params"], alpha=self.weight_decay)
-        # A step that workers take together: no worker's momentum is in the banks.
+        # A step with all workers' pushes together: the arrays contain no worker's momentum.
         if "momentum" not in span.new:
             both = "params", "momentum_buffer"
             how = rate, mu, False, rates.scale, 0.0, span.whole
@@ -178,8 +186,8 @@ class DanaStep(ServerOptimizer):
         """Subtract the momenta of workers that are gone from the sum of momenta.
 
         Args:
-            old: Arrays before.
-            new: Arrays to write: the others are copied from ``old``.
+            old: Arrays before; only read.
+            new: Arrays after; all are written. Arrays that do not change are copied from ``old``.
             momenta: Momenta of the workers that are gone.
             scalars: Scalars of the optimizer.
         """
@@ -230,7 +238,8 @@ def make_optimizer(
         momentum_by_worker: Whether each worker has its own momentum. Default: False.
 
     Raises:
-        ValueError: No optimizer has this name, or it cannot be sharded, or it has no momentum for each worker.
+        ValueError: No optimizer has this name; or the optimizer cannot be sharded, or does not support
+            ``momentum_by_worker``.
         TypeError: The optimizer does not take these arguments.
 
     >>> make_optimizer("Adam", {"lr": 0.001}).fields
@@ -283,15 +292,16 @@ def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
 
 
 def begun(state: Mapping[str, Tensor] | None, scalars: Mapping[str, float] | None) -> Scalars:
-    """Return the scalars of an optimizer that begins with this state.
+    """Return the scalars of an optimizer that starts from this state.
 
-    If the state has any field, such as a momentum, at least one step was taken, so the field is not initialised again.
+    If the state has any field, such as a momentum, the optimizer has taken at least one step before. A scalar then
+    records this, so that the optimizer uses the field and does not initialise it again.
     """
     return {**({_BEGUN: 1.0} if state else {}), **(scalars or {})}
 
 
 class _Torch(ServerOptimizer):
-    """An optimizer of torch.optim, whose state is found by trying the optimizer on three numbers.
+    """An optimizer of torch.optim. The names of its state's fields are found by running it on three numbers.
 
     Raises:
         ValueError: The optimizer cannot be sharded.

@@ -1,4 +1,4 @@
-"""Partition of parameters, as keys, into one flat shard for each server.
+"""A partition of parameters (keys) into one flat shard for each server.
 
     keys:      weight (6 elements, split)   bias (2)   scale (1)
     server 0:  weight[0:3]                  bias[0:2]
@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_async._checks import check_int
 
 TABLES = 8
-"""Largest number of tables of a server; each holds one group of parameters with settings of its own."""
+"""Largest number of tables of a server; each table holds one group of parameters, which has settings of its own."""
 _BYTES = 4  # bytes of an element on a server: fp32
 
 
@@ -33,8 +33,8 @@ class Piece:
 
     Args:
         key: Index of the tensor.
-        start: First element.
-        stop: Element after the last one.
+        start: Index of the first element in the flat tensor.
+        stop: Index after the last element in the flat tensor.
         offset: Index of the first element in the shard.
     """
 
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ServerPartition:
-    r"""A division of keys among servers.
+    r"""A division of keys (tensors) among servers.
 
     Keys of ``bigarray_bound`` elements or more are split evenly among all servers. Each other key goes to the server
     that has the fewest elements, the largest key first. With :math:`l_s` elements on server :math:`s`, and :math:`k`
@@ -55,8 +55,8 @@ class ServerPartition:
     .. math:: \max_s l_s - \min_s l_s \le \max(1, k)
 
     Args:
-        names: Names of the keys, in order.
-        shapes: Shapes of the keys.
+        names: Names of the keys.
+        shapes: Shapes of the keys, in the sequence of ``names``.
         num_servers: Number of servers, at least 1. Default: 1.
         bigarray_bound: Number of elements from which a key is split. Default: 1,000,000, as MXNet's
             ``MXNET_KVSTORE_BIGARRAY_BOUND``.
@@ -95,7 +95,7 @@ class ServerPartition:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Pieces of each server, in the order of its shard."""
+        """The pieces of each server's shard, sorted by their offset in the shard."""
         servers = range(self.num_servers)
         # Elements of each server so far, which the loops below keep balanced.
         load = [0] * self.num_servers
@@ -131,7 +131,7 @@ class ServerPartition:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each server's shard."""
+        """The number of elements of each server's shard."""
         return tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in self.pieces)
 
     def fingerprint(self) -> str:
@@ -139,7 +139,7 @@ class ServerPartition:
         return hashlib.sha256(json.dumps(self.plain()).encode()).hexdigest()[:16]
 
     def plain(self) -> dict[str, Any]:
-        """Return the plan in JSON's terms, as a checkpoint keeps it."""
+        """Return the plan as a dict of JSON values, as checkpoints store it."""
         return {
             "names": list(self.names),
             "shapes": [list(shape) for shape in self.shapes],

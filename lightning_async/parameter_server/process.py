@@ -1,8 +1,8 @@
 """Server processes: starting them, ending them, and replacing one whose supervisor was killed.
 
 `ServerProcess` is one server under its supervisor, a process that restarts the server. `ServerStart` holds the settings
-that the servers of one training share. If a supervisor is killed, the server's memory is lost, and `Guard` starts a new
-server. The new server listens under the same name, and begins with the newest snapshot.
+that the servers of one training share. If a supervisor is killed, its server's memory is lost. `Guard` then starts a
+new server, which listens under the same name and begins with the newest snapshot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_async.parameter_server.supervisor import DRAIN, END, STOP
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
-# Longest wait until a server that ends has given its address back.
+# Longest wait until a server that ends has freed its address.
 _REPLACING_ENDS_S = 20.0
 # Longest wait until a server has ended, or has written its last snapshot.
 _ENDS_S = 10.0
@@ -40,13 +40,13 @@ _BACKLOG = 128
 class ServerProcess:
     """A server on this host, under a supervisor that starts the server again, with its memory, when it is killed.
 
-    The server outlives the process that starts it, because other workers still need it. It ends by `close` or `leave`;
-    or once its starter is gone and no worker has been connected for a while.
+    The server outlives the process that starts it, because other workers still need it. It ends by `close` or `leave`.
+    It also ends once its starter is gone and no worker has been connected for a while.
 
     Args:
         worker_rules: Rules by which the server treats workers. Default: None, asynchronous.
         linger_s: Seconds for which the server waits for workers once its starter is gone. Default: 30.
-        host: Address of this host for workers on other hosts. Default: None, the server serves this host only.
+        host: Address of this host for workers on other hosts. Default: None, only workers of this host can connect.
         port: Port at that address. Default: 0, a free one.
         server: Number of the server among the servers, for its snapshots. Default: 0.
         name: Name by which workers of this host find the server. Default: None, a secret one.
@@ -73,7 +73,7 @@ class ServerProcess:
         self.name = ""
         """Name of the server, for `ShmDial` on this host."""
         self.address: dict[str, Any] = {}
-        """Address of the server in JSON's terms, for `p2p_gloo.dial` on any host."""
+        """Address of the server as a dict of JSON values, for `p2p_gloo.dial` on any host."""
         try:
             with contextlib.ExitStack() as opened:
                 self._start(opened, name, host, port)
@@ -109,7 +109,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server; None while no server runs."""
+        """The process id of the server; None while no server runs."""
         with contextlib.suppress(OSError):
             with open(f"/proc/{self.supervisor}/task/{self.supervisor}/children") as file:
                 children = file.read().split()
@@ -122,7 +122,10 @@ class ServerProcess:
         return self._process is not None and (self._process.popen.poll() or 0) < 0
 
     def tell_to_end(self) -> None:
-        """Tell the server to end, after a last snapshot if it takes snapshots; `close` waits for the end."""
+        """Tell the server to end, after a last snapshot if it takes snapshots.
+
+        Returns at once. `close` waits for the server's end.
+        """
         self._order(END if self._settings["snapshots"] else STOP)
 
     def close(self, drain_s: float = 0.0, snapshot_s: float = _ENDS_S) -> int:
@@ -130,7 +133,8 @@ class ServerProcess:
 
         Args:
             drain_s: Longest wait until no worker is connected, in seconds. Default: 0.
-            snapshot_s: Seconds for a last snapshot, if the server takes snapshots.
+            snapshot_s: Longest wait for a last snapshot and the server's end, in seconds; after that, the server is
+                killed. Default: 10.
 
         Returns:
             0; or 1 if the server could not take its last snapshot, or has failed before.
@@ -191,8 +195,8 @@ class ServerStart(NamedTuple):
 
     Args:
         worker_rules: Rules by which servers treat workers.
-        host: Address of this host for workers on other hosts. Default: None, servers serve this host only.
-        shelving: Folder of snapshots. Default: servers take no snapshots.
+        host: Address of this host for workers on other hosts. Default: None, only workers of this host can connect.
+        shelving: Folder of snapshots, and how often they are taken. Default: servers take no snapshots.
     """
 
     worker_rules: WorkerRules
@@ -210,12 +214,13 @@ class ServerStart(NamedTuple):
     def again(
         self, server: int, address: Mapping[str, Any], is_over: Callable[[], bool] = lambda: False
     ) -> ServerProcess:
-        """Start a server at the address of one that is gone, or about to end.
+        """Start a server at the address of a server that is gone or about to end.
 
         Args:
             server: Number of the server.
             address: Address of the server that is gone.
-            is_over: Returns whether no server is needed any more. Default: one is always needed.
+            is_over: Function that returns whether no server is needed any more. While the address is still in use,
+                attempts go on for up to 20 s, or until this function returns True. Default: a server is always needed.
 
         Raises:
             AsyncTrainingError: The system does not let the server start.

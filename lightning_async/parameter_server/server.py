@@ -4,19 +4,21 @@ A worker may send these requests:
 
     hello       my name and the id of my process -> the id, and the number of my last push that was applied
     initialise  the first weights; `bring` sends fields of the optimizer's state before
-    push        a gradient -> the version that contains it
+    push        a gradient -> the version that contains it; `part` sends a part of the gradient before
     pull        -> weights of one version
     read        -> weights, or a field of the optimizer's state
-    rest        do not wait for me, until a worker pushes after this sync point
+    lags        -> how late pushes were
+    rest        do not wait for me, except for pushes that are made after this sync point
     leave       do not wait for me any more
     forget      do not wait for these workers any more; any process may send this
     snapshot    write a snapshot now
     hold        apply no push until I pull
 
-The id of a worker's process, its life, is given by the server at the worker's first hello. One process may use several
-connections. Its id becomes invalid when another process takes the worker's name, or when the server forgets the worker.
-Pushes of one process are numbered from 1, without gaps, and are applied in this order. A worker repeats a push whose answer was lost; the server then
-answers, and does not apply the push again. Each push is therefore applied once, whichever process dies.
+The server gives each process of a worker an id, its life, at the first hello. One process may use several connections.
+Its id becomes invalid when another process takes the worker's name, or when the server forgets the worker. Pushes of
+one process are numbered from 1, without gaps, and are applied in this order. A worker repeats a push whose answer was
+lost; the server then answers, and does not apply the push again. Each push is therefore applied once, whichever process
+dies.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ class Server:
 
         Args:
             channel: Connection to the worker; closed at the end.
-            first: Header and size of a first message that the caller has received already. Default: None.
+            first: Header and size of a first message that the caller has received already. Default: None, `serve`
+                receives the first message.
         """
         worker = None
         try:
@@ -122,7 +125,10 @@ class Server:
                 channel.break_off()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Stop waiting for these workers, because other processes have found them dead."""
+        """Stop waiting for these workers, because other processes have found them dead.
+
+        Their processes are refused from now on.
+        """
         with self._changed:
             self._evict(set(names) & self._store.known.keys())
 
@@ -143,7 +149,7 @@ class Server:
             if known is None:
                 raise RequestError("evicted", f"worker {worker!r} {GONE}")
             self._cuts.release(worker)
-            # A new life: pushes that its predecessor has left in a round would count twice.
+            # The worker has a new process: pushes of the earlier one that wait in a round would count twice.
             if known["life"] != life:
                 self._rounds.drop(worker)
             self._changed.notify_all()
@@ -249,9 +255,11 @@ class Server:
         return reply, self._transfer.give(worker, channel, header, filled == self._store.version)
 
     def _pull_at(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Answer a consistent pull: wait until all pushes of the worker's cut are applied, and send the weights.
+        """Answer a consistent pull: wait until all pushes of the cut in ``header`` are applied, and send the weights.
 
-        Sends no weights if the worker's hold has ended, because later pushes may have been applied.
+        The cut is the number of the last push of each worker that the weights must contain. Sends no weights if the
+        worker's hold on the server has ended, because later pushes may have been applied. The caller holds
+        `self._changed`.
         """
         wanted = consistency.from_plain(header["cut"])
         self._cuts.wants(worker, wanted)
@@ -261,7 +269,7 @@ class Server:
             return not self._cuts.holds(worker) or not consistency.missing(wanted, self._store.known)
 
         self._until(worker, channel, there)
-        # A hold that has ended lets other pushes in: the weights may not be those of the cut, so none are sent.
+        # Once the hold has ended, other pushes are applied: the weights may not be those of the cut, so none are sent.
         held = self._cuts.holds(worker)
         length = self._transfer.give(worker, channel, header) if held else 0
         self._cuts.release(worker)
@@ -272,10 +280,10 @@ class Server:
         return self._cuts.allow(pushes, self._store.known, self._sessions.channels)
 
     def _until(self, worker: str, channel: PeerChannel, there: Callable[[], bool]) -> None:
-        """Wait until ``there()`` is true.
+        """Wait until ``there()`` is true. The caller holds `self._changed`, which the wait releases.
 
-        Meanwhile, forget workers that do not come back, and apply rounds of pushes that are complete. Raises if
-        ``channel`` is not the worker's connection any more.
+        Meanwhile, forget workers that have been away for too long, and apply rounds of pushes that are complete. Raises
+        PeerLost if ``channel`` is not the worker's connection any more.
         """
         while not there():
             # The wait releases the lock, so the worker may have a newer connection, or none, afterwards.
@@ -285,7 +293,19 @@ class Server:
                 self._changed.notify_all()
 
     def _wait(self, worker: str, channel: PeerChannel, number: int, sync_point: int) -> None:
-        """Wait until the rules let this worker continue after its push; evict workers that keep it waiting too long."""
+        """Wait until the rules let this worker continue after its push; evict workers that keep it waiting too long.
+
+        The caller holds `self._changed`, which the wait releases.
+
+        Args:
+            worker: Name of the worker.
+            channel: Connection to the worker. Raises PeerLost if it is not the worker's connection any more.
+            number: Number of the worker's push.
+            sync_point: Number of sync points that the worker has passed.
+
+        Raises:
+            RequestError: Too few workers have joined in time.
+        """
         since = time.monotonic()
         limit_s = self._worker_rules.dead_after_s
         while True:
@@ -344,9 +364,10 @@ class WorkerSessions:
     worker that leaves, is silent for too long, or does not come back. It then frees the worker's memory, and refuses
     requests of this process from then on.
 
-    Two clocks measure these times. Both advance little while no worker is active, so that a pause of all workers, such
-    as a validation, evicts nobody. The clock of silence advances when workers push; the clock of absence advances when
-    workers send requests.
+    Two clocks measure how long workers are silent or away. Both advance little while no worker is active, so that a
+    pause of all workers, such as a validation, evicts nobody. The clock of silence advances when workers push. The
+    clock of absence advances at each `sweep`, when workers connect, push or wait. The caller of each method holds the
+    server's lock.
     """
 
     def __init__(self, store: Store, worker_rules: WorkerRules, now: Callable[[], float] = time.monotonic) -> None:
@@ -362,9 +383,11 @@ class WorkerSessions:
         self._away_since = dict.fromkeys(store.workers, 0.0)
 
     def hello(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Admit a worker and return its entry, or None if the server refuses the worker's life.
+        """Admit a worker and return its entry, or return None if the server refuses the worker.
 
-        A life is refused if the worker was forgotten, or if another process has taken its name.
+        The server gives each process of a worker an id, its life. A life is refused if the worker was forgotten, if
+        another process has taken its name, or if other workers have replaced the weights meanwhile. A worker without a
+        life gets a new one.
 
         Args:
             worker: Name of the worker.
@@ -406,7 +429,7 @@ class WorkerSessions:
         return known
 
     def record_request(self, worker: str, served: bool = True) -> None:
-        """Note a worker's request.
+        """Record that a worker is active, because it has sent a request.
 
         Args:
             worker: Name of the worker.
@@ -441,7 +464,7 @@ class WorkerSessions:
         return bool(late)
 
     def away(self, worker: str) -> None:
-        """Note that a worker's connection has ended: nobody waits for the worker, and it may come back."""
+        """Record that a worker's connection has ended: nobody waits for the worker, and it may come back."""
         self._drop(worker)
         self._away_since[worker] = self._awake
         workers = self._store.workers
@@ -451,7 +474,8 @@ class WorkerSessions:
     def rest(self, worker: str, sync_point: int) -> None:
         """Record that pushes up to this sync point need not wait for the worker; later pushes wait for it again.
 
-        Once all workers rest at the sync point, they have the same weights, and get the same clock.
+        Once all workers rest at the sync point, they have the same weights. Their counts of pushes (``clock``) are then
+        set to the highest one.
         """
         workers = self._store.workers
         workers[worker]["rests"] = sync_point
@@ -497,7 +521,7 @@ class TableInitialization:
         self._brought: dict[str, Tensor] = {}
 
     def check_plan(self, worker: str, fingerprint: str) -> None:
-        """Raise RequestError if the worker's plan of shards differs from the plan of the weights."""
+        """Raise RequestError if the store has weights of another plan of shards than the worker's ``fingerprint``."""
         if self._store.ready and fingerprint != (mine := self._store.contents["fingerprint"]):
             raise RequestError("settings", f"worker {worker!r} comes with plan {fingerprint}, the server has {mine}.")
 
@@ -506,7 +530,7 @@ class TableInitialization:
         self._brought[field] = memory.view(torch.float32).clone()
 
     def begin(self, header: Mapping[str, Any], memory: Tensor) -> None:
-        """Initialize the store with the worker's weights, unless it has weights.
+        """Initialize the store with the worker's weights in ``memory``, unless the store has weights.
 
         Raises RequestError if the worker's settings differ from the store's. If the header says ``anew``, weights that
         the store has are replaced.
@@ -575,7 +599,7 @@ class RequestTransfer:
         """Apply a push to the store.
 
         Returns:
-            The version of the weights that were written to the channel for the worker; None if none were written.
+            The version of the weights that were written to the channel in the same pass; None if none were written.
         """
         if gradient.compression is not None and self._decoded.numel() != gradient.numel:
             self._decoded = torch.empty(gradient.numel)
@@ -587,12 +611,13 @@ class RequestTransfer:
         return self._store.version if there else None
 
     def give(self, worker: str, channel: PeerChannel, header: Mapping[str, Any], there: bool = False) -> int:
-        """Write weights, or a field, to the channel for the worker, unless they are there already.
+        """Write the weights, or the field that the request names, to the channel for the worker.
 
         Args:
             worker: Name of the worker.
             channel: Connection to the worker.
-            header: The request, with the ``field`` that it asks for.
+            header: The request; ``field`` is the field of the optimizer's state that it asks for, or None for the
+                weights.
             there: Whether `apply` has written the weights to the channel already. Default: False.
 
         Returns:
@@ -619,7 +644,7 @@ class RequestTransfer:
 
     @property
     def fields(self) -> list[str]:
-        """Names of the arrays that a worker can read: the weights, and the fields of the optimizer's state."""
+        """The names of the arrays that a worker can read: the weights, and the fields of the optimizer's state."""
         return ["params", *self._store.state]
 
     def _target(self, channel: PeerChannel) -> torch.Tensor:
@@ -635,7 +660,10 @@ class RequestTransfer:
 
 @dataclass
 class Push:
-    """A push that waits for its round, see `Client.push`; an empty one has no gradient, and weight 0."""
+    """A push that waits for its round. `Client.push` describes the fields.
+
+    An empty push has no gradient, and weight 0.
+    """
 
     number: int
     weight: float
@@ -646,9 +674,9 @@ class Push:
 
 
 class SyncRounds:
-    """Pushes of the mode ``"sync"``: each waits for those of all other workers, and their mean is one update.
+    """Rounds of pushes, in the mode ``"sync"`` and in warm-up: each push waits for those of all other live workers.
 
-    The mean is weighted by samples.
+    The mean of these pushes, weighted by samples, is applied as one update.
     """
 
     def __init__(self, store: Store, worker_rules: WorkerRules) -> None:
@@ -659,7 +687,7 @@ class SyncRounds:
 
     @property
     def waiting(self) -> Collection[str]:
-        """Names of the workers whose pushes wait."""
+        """The names of the workers whose pushes wait for a round."""
         return self._waiting.keys()
 
     def put(self, worker: str, push: Push) -> None:
@@ -672,7 +700,8 @@ class SyncRounds:
         """Apply the waiting pushes as one update, once all live workers have pushed.
 
         Args:
-            allow: Returns whether pushes with these numbers, by worker, may be applied now; a hold may keep them back.
+            allow: Function that gets the number of each worker's push, and returns whether these pushes may be applied
+                now. They may not if a worker's consistent pull holds the server, see `ConsistentReads`.
 
         Returns:
             Whether the pushes were applied.

@@ -43,13 +43,13 @@ _GREETING_S = 20.0
 
 
 def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
-    """Serve, with the memory as an earlier server process has left it.
+    """Run the server until it ends; the process then exits, and this function does not return.
 
     Args:
         life: Pipe from the supervisor. Each byte is an order, see `supervisor`; when the supervisor is gone, the pipe
             is closed, and this process ends.
-        handed: Descriptors: first of the tables' memories, `TABLES` in number, then of the sockets to which workers
-            connect.
+        handed: Descriptors: first those of the tables' memories, `TABLES` in number, with the contents that an earlier
+            server process has left; then those of the sockets to which workers connect.
         settings: Settings of `ServerProcess`, the server's ``address``, and whether its starter is gone (``orphaned``).
     """
     # Workers use the cores, too: torch's own threads would wait for each other at every operation.
@@ -100,10 +100,10 @@ def _end(server: ServerTables) -> None:
 
 
 class _Calls:
-    """The processes that connect to one listening socket. Each is answered on a thread of its own.
+    """The connections to one listening socket. Each is answered on a thread of its own.
 
-    The number and the time of connections without a first message are limited, so that strangers do not exhaust
-    threads.
+    At most 64 connections may be without a first message, and each of them for 20 s at most, so that strangers do not
+    exhaust the threads.
 
     Args:
         server: Tables of the server, which answer the requests.
@@ -120,7 +120,7 @@ class _Calls:
         listener.setblocking(False)
 
     def see_to(self, ready: bool) -> None:
-        """Answer a caller if one is ``ready``; close connections that have sent no first message for too long."""
+        """Accept a connection if one is ``ready``; close connections that have sent no first message for too long."""
         now = time.monotonic()
         for sock, since in list(self._greeting.items()):
             if now - since > _GREETING_S:
@@ -166,8 +166,8 @@ class _Calls:
 class ServerTables:
     """The tables of one server. A table holds the weights and the optimizer state of one group of parameters.
 
-    A new server process finds the tables of the one before in their memory. Other tables are added when a worker names
-    them.
+    A new server process finds the tables of the one before in their memory. A further table is added when a worker
+    names it for the first time.
 
     Args:
         memories: Descriptors of anonymous files, `TABLES` in number, one for each table, see `Store`.
@@ -196,7 +196,11 @@ class ServerTables:
         return sum(server.connected for server in self._all)
 
     def serve(self, channel: PeerChannel) -> None:
-        """Answer one worker, for the table that it names, until it is gone. Runs on a thread of its own."""
+        """Answer one worker, for the table that it names, until its connection ends. Runs on a thread of its own.
+
+        The first message may instead say that training is over, or name workers that have died. Any process may send
+        such a message.
+        """
         try:
             header, size = channel.receive(HELLO_S)
             try:

@@ -67,15 +67,15 @@ class SharedArrays:
         self._slots: dict[int, tuple[Arrays, Arrays]] = {}
         self._spares: dict[int, Arrays] = {}
         self.banks = self._pair(mapped(descriptor, SIZE, self._slots_at - SIZE), shared)
-        """The shared arrays, twice: in the one place and in the other."""
+        """The two copies (banks) of the shared arrays, each as a mapping from names to tensors."""
 
     def slot(self, number: int) -> tuple[Arrays, Arrays]:
         """Return both copies of the arrays that belong to one worker.
 
-        An array that exists once is the same in both results.
+        An array that exists only once is the same tensor in both results.
 
         Args:
-            number: Number of the worker's slot.
+            number: Number of the worker's slot, its place in the file.
 
         Raises:
             OSError: The memory cannot be allocated.
@@ -105,7 +105,7 @@ class SharedArrays:
         return self._spares[number]
 
     def keep_only(self, slots: Collection[int]) -> None:
-        """Free the memory of all slots except these."""
+        """Free the memory of all workers' slots except these."""
         size = os.fstat(self._descriptor).st_size
         end = self._slots_at + (max(slots, default=-1) + 1) * self._slot_bytes
         for number in set(self._slots) - set(slots):
@@ -125,7 +125,7 @@ class SharedArrays:
         return share_out(do, self._pieces, self._threads)
 
     def copy(self, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Copy each pair of target and source, all of the arrays' size, in one pass."""
+        """Copy in one pass each pair (target, source) of tensors, which all have the arrays' size."""
 
         def copy(here: slice) -> None:
             for target, source in pairs:
@@ -148,12 +148,15 @@ class SharedArrays:
 
 
 def piece_of(array: Tensor, here: slice) -> Tensor:
-    """Return the piece that `SharedArrays.share_out` names; if there is only one piece, the array itself."""
+    """Return the piece of an array at a slice that `SharedArrays.share_out` has passed on.
+
+    Returns the array itself if there is only one piece.
+    """
     return array if here is WHOLE else array[here]
 
 
 class Journal:
-    """A record that stays whole, whenever the process that writes it is killed.
+    """A record in memory that is valid at any time, even if its process is killed while it writes.
 
     Two slots are written in turn, each with a number and a digest. The record is the newest slot with a valid digest. A
     slot that was being written when the process died has no valid digest, and the other slot is untouched.
@@ -252,7 +255,10 @@ def _digest(number: int, text: bytes) -> bytes:
 
 
 def mapped(descriptor: int, at: int, size: int) -> Tensor:
-    """Map a part of a file as uint8, with its memory reserved; raise OSError if there is no memory."""
+    """Map ``size`` bytes of a file, from offset ``at``, as uint8, and reserve their memory.
+
+    Raises OSError if there is no memory.
+    """
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     os.posix_fallocate(descriptor, at, size)  # without memory, this raises; a later write would kill the process

@@ -1,10 +1,10 @@
 """Snapshots of a server's shard on disk, for the case that its host is lost; damaged snapshots are skipped.
 
     server-2/00000007.bin    the weights, and each field of the optimizer's state, one after the other
-    server-2/00000007.json   the record, with checksums of that file and of itself; written once that file is durable
+    server-2/00000007.json   the record, with checksums of both files; written once the .bin file is durable
 
-A snapshot counts once its second file exists. The two newest are kept. `Snapshots` takes them, and `Shelf` is their
-folder.
+A snapshot is valid once its .json file exists. The two newest are kept. `Snapshots` takes the snapshots of one store,
+and `Shelf` is the folder that contains them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Snapshots:
             threading.Thread(target=self._now_and_then, name="lightning_async snapshots", daemon=True).start()
 
     def take(self, last: bool = False) -> None:
-        """Write the present version; workers wait while it is copied.
+        """Write a snapshot of the present version, unless the newest snapshot contains all pushes.
+
+        Workers wait while the arrays are copied, and not while the copies are written.
 
         Args:
             last: Whether to keep the lock until the process ends, so that no push is applied afterwards. Default:
@@ -143,7 +145,7 @@ class Shelf:
 
     Raises:
         OSError: The folder cannot be written to.
-        AsyncTrainingError: Another server has locked it.
+        AsyncTrainingError: Another server has locked the folder.
     """
 
     def __init__(self, folder: str, server: int, table: int = 0) -> None:
@@ -224,7 +226,7 @@ class Shelf:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One version of a shard: the record and the arrays of its store."""
+    """One version of a shard: the record of its store, and the store's arrays by name."""
 
     record: Mapping[str, Any]
     parts: Mapping[str, Tensor]

@@ -5,8 +5,8 @@
     an update: bank 1 --- gradient ---> bank 0, then one record: version 8, bank 0, the worker's push is applied
 
 A server that is killed before the record is written leaves version 7 as it was. Once the record is written, version 8
-is valid, and the same record says whose push it contains. So an update and its acknowledgement are both there, or
-neither. `ShardArrays` holds the arrays and the record.
+is valid, and the same record says whose push it contains. So an update and its acknowledgement are either both
+recorded, or neither is. `ShardArrays` holds the arrays and the record.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SINGLE = 32  # lags that a histogram counts one by one
 BOTH = 2
 """Flag in ``bank``: both places for the worker's pulled weights are in use."""
 LOST_LIVES = 1 << 32
-"""Number of lives that a server may have given after a snapshot, and that must not be given again."""
+"""Number of lives (ids of workers' processes) that a restore skips: a server may have given them after the snapshot."""
 _WORKER_BYTES = 214  # size of a worker's entry in the journal, without its name
 _GROWTH_BYTES = 2048  # by which the rest of the record may grow
 
@@ -53,9 +53,9 @@ Record = Mapping[str, Any]
 - ``life`` and ``client``, the ids of its process;
 - ``push``, the number of its last applied push, with the ``lag`` of that push, whether it was ``dropped``, and whether
   all workers were ``called`` with it;
-- ``clock``, the number of its pushes as other workers compare it;
-- ``live``, whether others wait for it, and ``rests``, the sync point at which it rests;
-- ``slot``, its place in memory, and ``bank``, the valid half of that place;
+- ``clock``, its progress in pushes, by which the mode ``"ssp"`` compares workers;
+- ``live``, whether others wait for it, and ``rests``, the sync point up to which they do not wait, or -1;
+- ``slot``, its place in memory, and ``bank``, the index of the valid copy in this place, with the flag `BOTH`;
 - ``said``, after the loss of a server's memory, the number of the last push that the worker knew was applied.
 
 ``lives`` is the highest life so far.
@@ -83,12 +83,12 @@ class Store:
 
     @property
     def ready(self) -> bool:
-        """Whether there are weights."""
+        """Whether the store has weights."""
         return "version" in self._held.record
 
     @property
     def version(self) -> int:
-        """Number of updates since the first weights."""
+        """The number of updates since the store was initialised."""
         return self._held.record["version"]
 
     @property
@@ -117,7 +117,7 @@ class Store:
 
     @property
     def incarnation(self) -> str:
-        """An id that changes when versions start again, with new weights, or go back, with a restored snapshot."""
+        """An id of the sequence of versions. It changes when the store gets new weights, or restores a snapshot."""
         return self.record["incarnation"]
 
     @property
@@ -126,7 +126,7 @@ class Store:
 
     @property
     def lags(self) -> Mapping[str, Any]:
-        """The histogram of lag, see `counted`, with the ``mean`` of recent lags."""
+        """The histogram of the lags of pushes, see `counted`, with the ``mean`` of recent lags."""
         return {**self.record["lags"], "mean": Means(*self.record["means"]).lag}
 
     @property
@@ -156,13 +156,14 @@ class Store:
             optimizer: Name of the optimizer, see `make_optimizer`.
             arguments: Arguments of the optimizer.
             fingerprint: Fingerprint of the plan of shards.
-            policy: Policy of staleness.
-            state: Fields of the optimizer's state. Default: None, the state is new.
-            scalars: Scalars of the optimizer's state. Default: None. Momenta of single workers always begin at zero.
+            policy: Staleness policy.
+            state: Fields of the optimizer's state. Momenta that are kept for each worker always begin at zero. Default:
+                None, the state is new.
+            scalars: Scalars of the optimizer's state. Default: None, no scalars.
 
         Raises:
-            ValueError: There are weights already; or the optimizer is unknown, does not fit the policy, or has no such
-                state.
+            ValueError: There are weights already; or the optimizer is unknown, does not fit the policy, or has no field
+                with a name in ``state``.
         """
         self._check_empty()
         contents = {
@@ -204,16 +205,18 @@ class Store:
         self, worker: str, number: int, gradient: Tensor, lag: int, lr: float | None = None,
         reply: Tensor | None = None, spare: bool = False,
     ) -> bool:  # fmt: skip
-        """Apply one worker's push, as the policy decides; return whether ``reply`` was filled.
+        """Apply one worker's push, as the staleness policy decides; return whether ``reply`` was filled.
 
         Args:
             worker: Name of the worker.
             number: Number of the push.
             gradient: The gradient, flat, in fp32, bf16 or fp16.
             lag: Number of updates since the weights at which the gradient was computed.
-            lr: Learning rate in place of the optimizer's own. Default: None.
-            reply: Memory of the shard's size. It is filled as by `pull` if the update itself can do so. Default: None.
-            spare: Whether the gradient was computed at the weights in the worker's spare place, see `ShardArrays`.
+            lr: Learning rate in place of the optimizer's own. Default: None, the optimizer's own.
+            reply: Memory of the shard's size. The update fills it with the weights that workers pull, if it can do so
+                in the same pass. Default: None.
+            spare: Whether the gradient was computed at the weights in the second of the worker's two places for pulled
+                weights, see `ShardArrays`. Default: False.
 
         Raises:
             OSError: There is no memory for the worker's own arrays.
@@ -251,8 +254,8 @@ class Store:
 
         Args:
             gradient: The gradient, see `push`.
-            pushes: Number of each worker's push.
-            lr: Learning rate in place of the optimizer's own. Default: None.
+            pushes: Number of the push, by the name of the worker that made it.
+            lr: Learning rate in place of the optimizer's own. Default: None, the optimizer's own.
             called: Whether one of the workers has pushed with ``call=True``, see `Client.push`.
         """
         updates = self._updates()
@@ -269,20 +272,23 @@ class Store:
         """Count pushes that change no weights, such as empty ones.
 
         Args:
-            pushes: Number of each worker's push.
-            called: Whether a worker asked for a sync point in this round. Default: False.
+            pushes: Number of the push, by the name of the worker that made it.
+            called: Whether one of the workers has pushed with ``call=True``, to ask for a sync point. Default: False.
         """
         self.remember(with_pushes(self.known, pushes, {"lag": 0, "dropped": False, "called": called}))
 
     def pull(self, worker: str, target: Tensor, spare: bool = False, plain: bool = False) -> None:
         """Copy the weights at which a worker computes its next gradient to ``target``.
 
+        Some staleness policies need the weights that each worker has pulled. The store then also keeps a copy of these
+        weights, in one of the worker's two places.
+
         Args:
             worker: Name of the worker.
             target: Memory of the shard's size.
-            spare: Some policies keep a copy of the weights that a worker has pulled. Whether to write this copy to the
-                second of the worker's two places, because the first one is still in use. Default: False.
-            plain: Whether to copy the weights themselves, even if workers compute gradients at predicted ones. Default:
+            spare: Whether to keep this copy in the worker's second place, because a gradient is still computed at the
+                weights in the first one. Default: False.
+            plain: Whether to copy the actual weights, even if workers compute gradients at predicted ones. Default:
                 False.
         """
         kept = self._held.own(worker, spare)[0].get(PULLED)
@@ -290,7 +296,7 @@ class Store:
         self._held.shard.copy(*((each, seen) for each in (target, kept) if each is not None))
 
     def remember(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the workers' entries, and free the memory of workers that are gone.
+        """Replace the workers' entries, and free the memory of workers that have no entry any more.
 
         Raises:
             ValueError: There are too many workers.
@@ -353,10 +359,10 @@ class Store:
 class ShardArrays:
     """The record and the arrays of one server.
 
-    Each array that updates change has two places, and the record says which of them is valid. The copy of the
-    weights that a worker has pulled has one place, because it can be written again: the server writes it before it
-    answers the pull, and a worker without an answer repeats the pull before it pushes. A worker that pulls while it
-    computes a gradient at earlier weights has a second, spare place, and says in each request which place it means.
+    Each array that updates change has two places, and the record says which of them is valid. The copy of the weights
+    that a worker has pulled normally has one place, because it can be written again: the server writes it before it
+    answers the pull, and a worker that gets no answer repeats the pull before it pushes. A worker that pulls while it
+    computes a gradient at earlier weights has a second, spare place. In each request, it says which place it means.
     """
 
     def __init__(self, descriptor: int, threads: int) -> None:
@@ -364,7 +370,7 @@ class ShardArrays:
         self._threads = threads
         self.journal = Journal(mapped(descriptor, 0, SIZE))
         self.record: dict[str, Any] = self.journal.record or {"workers": {}, "lives": 0}
-        """The record as in the journal; it is in memory only before there are weights."""
+        """The record. While the store has no weights, changes of the record are not written to the journal."""
         self._shard: SharedArrays | None = None
         self._own: tuple[str, ...] = ()
         self._kept: tuple[str, ...] = ()
@@ -426,7 +432,7 @@ class ShardArrays:
         self._shard = None
 
     def commit(self, record: dict[str, Any]) -> None:
-        """Write the record, which becomes valid when this returns, and not before."""
+        """Write the record to the journal. It becomes valid when this method returns, and not before."""
         self.journal.write(record)
         self.record = record
 
@@ -453,6 +459,8 @@ class ShardArrays:
 
     def own(self, worker: str, spare: bool = False) -> tuple[Arrays, Arrays]:
         """Return the two copies of the arrays that the shard keeps for one worker, until the worker is forgotten.
+
+        The first call for a worker allocates these arrays.
 
         Args:
             worker: Name of the worker.
@@ -488,7 +496,7 @@ class ShardArrays:
         return {**old, **other}, {**new, **other}
 
     def free(self) -> None:
-        """Free the slots that belong to no worker."""
+        """Free the memory of slots that belong to no worker."""
         self.shard.keep_only(slots_of(self.record))
 
     def close(self) -> None:
@@ -501,7 +509,7 @@ class ShardArrays:
 
 
 def counted(lags: Mapping[str, Any], lag: int, dropped: bool = False) -> dict[str, Any]:
-    """Return the histogram with one more push; its keys are strings, as in JSON.
+    """Return the histogram of lags with one more push; its keys are strings, as in JSON.
 
     Small lags have a bin each; larger ones share a bin for each power of two.
 
@@ -555,12 +563,12 @@ def restored(snapshot: Record) -> dict[str, Any]:
 def with_pushes(
     workers: Mapping[str, Mapping[str, Any]], pushes: Mapping[str, int], changes: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the entries of all workers after these pushes are applied. Workers that were forgotten stay forgotten.
+    """Return the entries of all workers, with these pushes counted. Workers that were forgotten get no entry.
 
     Args:
-        workers: Entries of the workers.
-        pushes: Number of each worker's push.
-        changes: Fields that are set in the entries of these workers.
+        workers: The server's entry of each worker.
+        pushes: Number of the push, by the name of the worker that made it.
+        changes: Fields that are set in the entry of each of these workers.
 
     >>> with_pushes({"a": {"push": 1, "clock": 3}}, {"a": 2}, {"lag": 0})
     {'a': {'push': 2, 'clock': 4, 'lag': 0}}
@@ -583,7 +591,7 @@ def said(entry: Mapping[str, Any]) -> int:
 
 
 def slots_of(record: Record) -> dict[int, int]:
-    """Return the slots of all workers, with the valid bank of each."""
+    """Return the index of the valid bank of each worker's slot (the worker's place in memory), by the slot's number."""
     return {entry["slot"]: entry["bank"] & ~BOTH for entry in record["workers"].values() if "slot" in entry}
 
 

@@ -1,12 +1,12 @@
-"""The process above a server: it starts the server again, and holds open all that the next server needs.
+"""The process above a server: it starts the server again, and keeps open what the next server process needs.
 
     starter ---- a socket: orders, or closing ----> supervisor ---- a pipe: orders, or closing ----> server
                                                     memory, listening sockets: open in both
 
-The supervisor imports no torch and uses little memory, so that little can kill it. The server's memory is an anonymous
-file, which exists as long as a process has it open. The listening sockets accept connections while there is no server,
-and the next server answers them. An order is one byte, from the starter to the supervisor, and from there to the
-server.
+The supervisor imports no torch and uses little memory, so that it is less likely to be killed than the server. The
+server's memory is an anonymous file, which exists as long as a process has it open. The listening sockets accept
+connections while there is no server, and the next server answers them. An order is one byte. The starter sends it to
+the supervisor, which passes it on to the server.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
 
 
 def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, orphaned: bool) -> tuple[str, bool]:
-    """Pass orders on to the server until it has ended.
+    """Pass orders on to the server, until the server has ended; kill the server after the order `STOP`.
 
     Args:
         server: The server's process.
@@ -84,8 +84,8 @@ def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, or
         orphaned: Whether the process that started the supervisor is gone already.
 
     Returns:
-        ``"ended"`` after the order `END`, ``"killed"`` after the order `STOP`, otherwise an empty text; and whether the
-        process that started the supervisor is gone.
+        Two values: ``"ended"`` after the order `END`, ``"killed"`` after the order `STOP`, otherwise an empty text; and
+            whether the process that started the supervisor is gone.
     """
     death = os.pidfd_open(server.pid)
     stop = ""

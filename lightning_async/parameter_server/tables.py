@@ -1,6 +1,7 @@
 """The tables of one worker on its servers: one for each group of parameters with settings of its own.
 
-Functions of this module describe the optimizers of a training to servers, and move the optimizers' state.
+A table holds the weights and the optimizer state of a group. `ParameterGroups` makes requests for all tables. Functions
+of this module describe the optimizers of a training to servers, and move the optimizers' state.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ _OF_SERVERS = {"begun", "reach"}  # scalars of servers' optimizers that torch do
 
 
 class ParameterGroups:
-    """The tables of one worker, each with a `Worker`. Used by one thread at a time, except for `give_up`.
+    """The tables of one worker on its servers, each with a `Worker`.
+
+    Used by one thread at a time, except for `give_up`.
 
     Args:
-        workers: One worker for each table.
+        workers: One `Worker` for each table.
         totals: Totals of the requests. Default: new ones.
     """
 
@@ -42,7 +45,7 @@ class ParameterGroups:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions of the weights that were pulled last: of each table, for each server."""
+        """The versions of the weights that were pulled last: for each table in turn, one version for each server."""
         return tuple(version for worker in self.workers for version in worker.versions)
 
     @property
@@ -50,7 +53,7 @@ class ParameterGroups:
         return sum(worker.restored for worker in self.workers)
 
     def updates(self, groups: Sequence[ParameterGroup]) -> int:
-        """Return the number of steps of all optimizers in the weights that were pulled last.
+        """Return how many optimizer steps, summed over all optimizers, the weights that were pulled last contain.
 
         Args:
             groups: Group of parameters of each table.
@@ -77,7 +80,7 @@ class ParameterGroups:
         return any(self.workers[table].pulled for table in self._asked)
 
     def take_(self) -> None:
-        """Write the weights of the last request into the parameters."""
+        """Write the weights that the last request has pulled into the parameters of the tables that it asked for."""
         for table in self._asked:
             if self.workers[table].pulled:
                 self.workers[table].take_()
@@ -89,7 +92,9 @@ class ParameterGroups:
     def backward(self, send: Send | None) -> Iterator[None]:
         """Send gradients during the block's backward pass, see `StreamingPush`.
 
-        Without ``send``, nothing is sent in the block.
+        Args:
+            send: Function that runs the requests on another thread. None: nothing is sent in the block, and the next
+                push sends all gradients.
         """
         for worker in self.workers:
             worker.begin_gradients()
@@ -117,8 +122,8 @@ class ParameterGroups:
         """Push the gradients of some tables.
 
         Args:
-            rates: Learning rate, by the number of the table; None if the servers' optimizer has none.
-            **how: Further arguments of `Worker.push`.
+            rates: Learning rate of the push, by the number of the table; None: the rate of the servers' optimizer.
+            **how: Further arguments of `Worker.push`, for all these tables.
         """
         self._asked = list(rates)
         self._count([self.workers[table].push(lr=lr, **how) for table, lr in rates.items()], how["weight"] > 0.0)
@@ -132,12 +137,15 @@ class ParameterGroups:
         return any(worker.has_change for worker in self.workers)
 
     def push_change(self, **how: Any) -> None:
-        """Push the change of all tables' parameters, see `fill_change`."""
+        """Push the change of all tables' parameters that `fill_change` has computed.
+
+        ``how`` is passed to `Worker.push_change`.
+        """
         self._asked = range(len(self.workers))
         self._count([worker.push_change(**how) for worker in self.workers], how["weight"] > 0.0)
 
     def meet(self) -> None:
-        """Pull the servers' weights of all tables, as `Worker.meet` does for one."""
+        """Pull the servers' actual weights of all tables, even if workers compute gradients at predicted weights."""
         self._asked = range(len(self.workers))
         for worker in self.workers:
             worker.meet()
@@ -196,11 +204,11 @@ class ParameterGroups:
 
 
 class ParameterGroup(NamedTuple):
-    """A group of parameters that has a table on servers.
+    """A group of parameters of one optimizer, which has a table on the servers.
 
     Args:
-        optimizer: Number of the optimizer in the training.
-        group: Number of the group in the optimizer.
+        optimizer: Index of the optimizer in the training.
+        group: Index of the group in the optimizer.
         name: Name of the optimizer for `make_optimizer`.
         arguments: Arguments of the optimizer for `make_optimizer`.
     """
@@ -212,9 +220,9 @@ class ParameterGroup(NamedTuple):
 
 
 def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGroup]:
-    """Return the name and arguments with which servers make the optimizer of each parameter group.
+    """Return, for each parameter group, the name and the arguments with which servers create its optimizer.
 
-    Learning rates are sent with every push.
+    The learning rate among the arguments is only the first one, because each push has its own learning rate.
 
     Args:
         owner: Name of the strategy, for messages.
@@ -241,9 +249,12 @@ def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGrou
 def described_again(
     owner: str, optimizers: Sequence[Optimizer], before: Sequence[ParameterGroup]
 ) -> list[ParameterGroup]:
-    """Describe the parameter groups of optimizers that have loaded a checkpoint.
+    """Return the descriptions of the parameter groups, as `described`, of optimizers that have loaded a checkpoint.
 
-    The learning rates are those of ``before``. ``owner`` is named in error messages.
+    Args:
+        owner: Name of the strategy, for messages.
+        optimizers: The optimizers of the training.
+        before: Descriptions from before the load. Their learning rates are kept in place of the loaded ones.
     """
     found = described(owner, optimizers)
     rates = [{key: was.arguments[key] for key in ("lr",) if key in was.arguments} for was in before]
@@ -251,9 +262,9 @@ def described_again(
 
 
 def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Sequence[int]) -> dict[int, float | None]:
-    """Return the learning rates of these tables for a push, by table; None for an optimizer without a learning rate.
+    """Return the learning rate of each of these tables for a push, by the number of the table.
 
-    Raises ValueError if a setting other than the learning rate has changed.
+    Raises ValueError if a setting other than the learning rate has changed since training began.
     """
     rates: dict[int, float | None] = {}
     for table in tables:
@@ -271,7 +282,7 @@ def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Seq
 
 
 def refuse_groups(param_group: Mapping[str, Any]) -> None:
-    """Refuse a new group of parameters, in place of an optimizer's ``add_param_group`` during training."""
+    """Raise ValueError. During training, this function replaces an optimizer's ``add_param_group``."""
     raise ValueError(
         "`add_param_group` in training: parameter servers have those parameters that optimizers have as training "
         "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`)."

@@ -40,9 +40,9 @@ class Means(NamedTuple):
     """Running means of a shard.
 
     Args:
-        step: Mean norm of an update.
+        step: Mean norm of an update: the distance by which it moves the weights.
         steps: Number of updates so far.
-        lag: Mean lag of a push.
+        lag: Mean lag of a push: the number of updates since the weights at which it was computed.
         pushes: Number of pushes so far.
     """
 
@@ -52,17 +52,18 @@ class Means(NamedTuple):
     pushes: int = 0
 
     def with_step(self, norm: float, decay: float) -> Means:
-        """Return the running means after one more update of this ``norm``. The first updates weigh equally.
+        """Return the running means, updated with the ``norm`` of one more update.
 
-        Then an old update's weight falls by the factor ``decay`` with each new one.
+        The first updates have equal weights. Later, each new update multiplies the weights of earlier ones by
+        ``decay``.
         """
         part = max(1 - decay, 1 / (self.steps + 1))
         return self._replace(step=self.step + (norm - self.step) * part, steps=self.steps + 1)
 
     def with_lag(self, lag: int, decay: float) -> Means:
-        """Return the running means after one more push with this ``lag``. The first pushes weigh equally.
+        """Return the running means, updated with the ``lag`` of one more push.
 
-        Then an old push's weight falls by the factor ``decay`` with each new one.
+        The first pushes have equal weights. Later, each new push multiplies the weights of earlier ones by ``decay``.
         """
         part = max(1 - decay, 1 / (self.pushes + 1))
         return self._replace(lag=self.lag + (lag - self.lag) * part, pushes=self.pushes + 1)
@@ -88,7 +89,7 @@ class StateBeforePush(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardUpdates:
-    """The steps of an update, on one shard.
+    """The steps by which a push is applied to one shard.
 
     Args:
         policy: Staleness policy.
@@ -104,7 +105,7 @@ class ShardUpdates:
         return all(self.pieces(lambda here: ops.all_finite(piece_of(gradient, here))))
 
     def weigh(self, before: StateBeforePush, gradient: Tensor, lag: int) -> Weight | None:
-        """Return the weight of a push, or None if it is dropped: it is too late, or not finite."""
+        """Return the weight of a push, or None if the push is dropped, because it is too late or not finite."""
         # Checked first, so that one bad push of a worker cannot spoil the shard.
         if not self.is_finite(gradient):
             return None
@@ -141,16 +142,19 @@ class ShardUpdates:
         late: bool = True,
         reply: Tensor | None = None,
     ) -> tuple[Scalars, Means]:
-        """Fill the new bank with the result of a step; return the optimizer's new scalars, and the new means.
+        """Take an optimizer step: read the arrays ``before.old``, and write the arrays ``before.new``.
 
         Args:
             before: State before the push.
             gradient: Gradient in fp32, bf16 or fp16.
             weight: Weight of the push, see `weigh`.
-            lr: Learning rate in place of the optimizer's own, or None.
-            late: Whether the gradient is one worker's push, to which the policy applies. False: it is the mean of
-                several workers' pushes. Default: True.
-            reply: Memory to fill with the weights that workers pull. Default: None.
+            lr: Learning rate in place of the optimizer's own; None: the optimizer's own.
+            late: Whether the gradient is one worker's push, to which the staleness policy applies. False: it is the
+                mean of several workers' pushes. Default: True.
+            reply: Memory to fill with the weights that workers pull. Default: None, the weights are not wanted.
+
+        Returns:
+            The optimizer's new scalars, and the running means after this update.
         """
         policy = self.policy
         old = before.old
@@ -206,9 +210,9 @@ class ShardUpdates:
 
 
 def shared_arrays(policy: StalenessPolicy, optimizer: ServerOptimizer) -> tuple[str, ...]:
-    """Return the names of the arrays that all workers share.
+    """Return the names of the arrays that this policy and this optimizer need, and that all workers share.
 
-    Each of them exists twice, so that one copy stays valid.
+    Each of these arrays exists twice, so that one copy stays valid while an update writes the other one.
     """
     ahead = (AHEAD,) if policy.predicts else ()
     buffer = (BUFFER,) if policy.buffer_size > 1 else ()
@@ -216,12 +220,12 @@ def shared_arrays(policy: StalenessPolicy, optimizer: ServerOptimizer) -> tuple[
 
 
 def own_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
-    """Return the names of each worker's own arrays that are changed by updates."""
+    """Return the names of the arrays that the policy keeps for each worker, and that updates change."""
     return (MOMENTUM,) if policy.momentum_by_worker else ()
 
 
 def kept_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
-    """Return the names of each worker's own arrays that hold the weights of its last pull."""
+    """Return the names of the arrays in which the policy keeps the weights that each worker has pulled."""
     return (PULLED,) if policy.adjusts or "moved" in policy.measures else ()
 
 
@@ -234,5 +238,5 @@ def _square(piece: Tensor) -> float:
 
 
 def _norm(squares: list[float]) -> float:
-    """Return the norm from the sums of squares of all pieces; the order of the pieces does not change it."""
+    """Return the norm, from the sum of squares of each piece. The result does not depend on the order of the pieces."""
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan

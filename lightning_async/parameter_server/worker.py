@@ -1,8 +1,9 @@
-"""A worker's model as a table on its servers: gradients or changes go to the servers, and weights come back.
+"""A worker's access to one table on its servers: gradients or changes are sent, and weights are pulled.
 
-With a `StreamingPush` gradients leave while the backward pass still computes others. Parts go ahead to servers that
-share no memory with the worker; the push at the step sends the rest, and parts that have changed since.
-`ExternalWrites` finds writes to parameters by other code than the optimizer.
+`Worker` copies between the model's parameters and the buffers of a `Client`. `StreamingPush` sends gradients to servers
+that share no memory with the worker, while the backward pass still computes others. The push at the optimizer step then
+sends the rest, and parts that have changed since. `ExternalWrites` finds writes to parameters by other code than the
+optimizer.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from lightning_async.parameter_server.client import Client, ServerAnswer
 from lightning_async.parameter_server.partition import ServerPartition
 
 Send = Callable[[Callable[[], Any]], Any]
-"""A function that runs its argument on another thread, in order."""
+"""A function that runs its argument, a request to servers, on another thread; requests run one after another."""
 Parts = list[tuple[slice, Tensor]]
-"""Slices of a parameter, each with the part of a shard that holds it."""
+"""Slices of a flat parameter, each with the view of a shard that holds these elements."""
 
 
 class Worker:
     """One worker's access to a model on servers: it pulls weights into parameters, and pushes gradients.
 
-    The weights are one table on the servers. Used by one thread at a time.
+    The servers hold the weights of these parameters, and the optimizer's state, as one table. Used by one thread at a
+    time.
 
     Args:
         named: The parameters by name, on any device, of any floating-point type of at most 32 bits.
@@ -56,7 +58,7 @@ class Worker:
         self._at: tuple[int, ...] | None = None
         self._bases: tuple[int, ...] | None = None
         self.in_step = False
-        """Whether the next version is made of a push of each worker, as far as this one knows."""
+        """Whether the next update combines one push of each worker, as the last answer says."""
 
     def start(
         self,
@@ -65,12 +67,13 @@ class Worker:
         state: tuple[Mapping[str, Sequence[Tensor | None]], Mapping[str, float]] = ({}, {}),
         **how: Any,
     ) -> None:
-        """Join the servers and pull, see `Client.start`; servers without weights take the parameters.
+        """Join the servers and pull the weights, see `Client.start`. Servers that have no weights take the parameters.
 
         Args:
             optimizer: Name of the servers' optimizer.
             arguments: Arguments of the optimizer.
-            state: State of the optimizer: fields, with a tensor for each parameter, and scalars. Default: none.
+            state: State of the optimizer: first its fields, by name, each with a tensor for each parameter; then its
+                scalars. Default: none, the state is new.
             **how: Other arguments of `Client.start`.
         """
         fields, scalars = state
@@ -87,20 +90,20 @@ class Worker:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of one push, after compression, and of one pull, each summed over all servers."""
+        """The bytes of one push, after compression, and of one pull, each summed over all servers."""
         feedback = self.client.feedback
         pushed = [each.message_bytes for each in feedback] or [each.nbytes for each in self.client.gradients]
         return sum(pushed), sum(each.nbytes for each in self.client.weights)
 
     def begin_gradients(self) -> None:
-        """Record which versions of the servers' weights the parameters have, as a backward pass begins.
+        """Record the versions of the weights in the parameters, at the beginning of a backward pass.
 
-        The next push tells the servers these versions.
+        The next push tells the servers these versions, because its gradients are computed at these weights.
         """
         self._at = self._taken
 
     def fill_gradients(self) -> None:
-        """Fill the next push with the gradients, and with zeros for parameters without one."""
+        """Copy the gradients into the next push. Parameters without a gradient get zeros."""
         self._bases = self._at
         self._at = None
         if self.ahead.under_way:
@@ -114,7 +117,7 @@ class Worker:
         return all(ops.all_finite(outgoing) for outgoing in self.client.gradients)
 
     def fill_change(self) -> None:
-        """Fill the next push with the change of the parameters since `take_`."""
+        """Write the change of the parameters since the last `take_` into the next push."""
         # A change is computed from the weights of the last pull, which is the client's default.
         self._bases = None
         self._fill([p.detach() for p in self.params])
@@ -137,7 +140,7 @@ class Worker:
         return self._written.since(None if coming else self._incoming, every)
 
     def push(self, **how: Any) -> ServerAnswer:
-        """Push, see `Client.push`, and keep the versions that the servers answer with."""
+        """Make a push, see `Client.push`, and record the versions of the weights that it pulls."""
         answer = self.client.push(**how, bases=self._bases)
         # A push without a pull leaves the memory of pulled weights as it is.
         self.pulled = how.get("pull", True)
@@ -154,7 +157,7 @@ class Worker:
         return answer
 
     def pull(self, field: str | None = None) -> ServerAnswer:
-        """Pull weights, or a field, see `Client.pull`."""
+        """Pull the weights, or the array ``field`` of the servers' state, see `Client.pull`; record the versions."""
         answer = self.client.pull(field)
         self._took(answer)
         return answer
@@ -167,8 +170,8 @@ class Worker:
     def take_(self) -> None:
         """Write the pulled weights to the parameters.
 
-        Afterwards `fill_change` counts changes from the parameters' own values, so that rounding to half precision is
-        not pushed as a change.
+        Parameters of half precision round the weights. The rounded values then replace the pulled ones in the client's
+        memory, so that `fill_change` does not push the rounding as a change.
         """
         self._written.begin()
         self._taken = self.versions
@@ -186,7 +189,10 @@ class Worker:
         self._written.end("pulled")
 
     def read(self, field: str) -> tuple[dict[str, Any], list[Tensor]]:
-        """Read a field of the optimizer's state; return a server's reply, and an fp32 tensor for each parameter."""
+        """Read a field of the optimizer's state from the servers, over the pulled weights in the client's memory.
+
+        Returns the reply of the first server, and the field as an fp32 tensor for each parameter.
+        """
         self._written.base = "gone"  # the field overwrites the memory of pulled weights
         reply, *_ = self.client.read(field)
         return reply, self._whole(self.client.weights)
@@ -231,7 +237,7 @@ class Worker:
         _put([self.params[i].grad for i in numbers], [outgoing[i] for i in numbers])
 
     def _whole(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return an fp32 tensor for each parameter, from shards."""
+        """Return an fp32 tensor for each parameter, put together from the shards."""
         found = [torch.empty(shape) for shape in self.plan.shapes]
         for tensor, parts in zip(found, self._parts(shards), strict=True):
             for part, piece in parts:
@@ -274,7 +280,7 @@ def plan_of(named: Mapping[str, Tensor], num_servers: int, bigarray_bound: int) 
 
 
 class StreamingPush:
-    """A push that sends gradients during the backward pass, on the training thread.
+    """A push that sends gradients while the backward pass runs on the training thread.
 
     Nothing is sent during the pass if parameters are on a GPU, or if in an earlier pass more than half of the elements
     changed after they were sent, for example by clipping.
@@ -283,7 +289,8 @@ class StreamingPush:
         params: Parameters of the model, in the plan's order.
         plan: Partition of the parameters among servers.
         client: Client of the servers.
-        put: Copies the gradients of the parameters with these numbers into the client's memory for the next push.
+        put: Function that copies the gradients of the parameters with these indices into the client's memory for the
+            next push.
     """
 
     def __init__(
@@ -299,14 +306,14 @@ class StreamingPush:
 
     @property
     def under_way(self) -> bool:
-        """Whether a backward pass sends gradients at present."""
+        """Whether `begin` was called for a backward pass, and `finish` or `give_up` was not."""
         return self._backward is not None and self._backward.under_way
 
     def begin(self, send: Send) -> None:
-        """Begin to send the gradients of a backward pass. No push may be under way.
+        """Start to send the gradients of a backward pass, as the pass computes them. No push may be under way.
 
         Args:
-            send: Function that runs requests to servers one after another.
+            send: Function that runs requests to servers on another thread, one after another.
         """
         if self._wasted or any(p.device.type != "cpu" for p in self._params):
             return
@@ -318,7 +325,11 @@ class StreamingPush:
         self._backward.begin()
 
     def finish(self) -> None:
-        """End the backward pass, and send again the gradients that have changed since they were sent."""
+        """Send the gradients that were not sent during the backward pass, and again those that have changed since.
+
+        If more than half of all elements have changed, the next push sends everything, and later passes send nothing
+        early.
+        """
         assert self._backward is not None
         # A second backward pass, a hook or clipping may change a gradient after it was sent.
         if changed := self._backward.finish():
@@ -333,7 +344,7 @@ class StreamingPush:
                 self._send(partial(self._client.leave, self._parts(i, i + 1)))
 
     def give_up(self) -> None:
-        """Abandon the backward pass under way, if any."""
+        """Abandon the sending of the backward pass under way, if any."""
         if self._backward is not None:
             self._backward.give_up()
 
@@ -348,7 +359,7 @@ class StreamingPush:
         self._send(partial(self._client.leave, self._parts(first, last)))
 
     def _parts(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return the range of these parameters in each server's shard."""
+        """Return the range of the parameters ``first`` to ``last - 1`` in each server's shard, in elements."""
         found = []
         for pieces, size in zip(self._plan.pieces, self._plan.sizes, strict=True):
             offsets = [next((p.offset for p in pieces if p.key >= key), size) for key in (first, last)]
@@ -361,7 +372,7 @@ class ExternalWrites:
 
     Args:
         names: Names of the parameters.
-        params: The parameters, in the same order.
+        params: The parameters, in the sequence of ``names``.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
@@ -370,23 +381,25 @@ class ExternalWrites:
         self._seen = self._versions()
         self._overwritten: set[int] = set()
         self.base: Literal["pulled", "pushed", "gone"] = "gone"
-        """Contents of the parameters after the last exchange; ``"gone"``: pulled memory holds other values now."""
+        """The weights that the parameters were last equal to; ``"gone"``: the pulled weights were overwritten."""
 
     def begin(self) -> None:
-        """Note that pulled weights are about to overwrite the parameters."""
+        """Record which parameters other code has written to, before pulled weights overwrite the parameters."""
         self._overwritten |= self._changed()
 
     def end(self, base: Literal["pulled", "pushed"]) -> None:
-        """End a write of the parameters: record that they now equal the weights that were pulled, or pushed."""
+        """Record that the parameters equal the weights that were pulled or pushed. Later writes count as external."""
         self._seen = self._versions()
         self.base = base
 
     def since(self, pulled: Sequence[Sequence[tuple[slice, Tensor]]] | None, every: bool) -> list[str]:
-        """Return the names of parameters that other code has written to, even if a pull has overwritten the value.
+        """Return the names of parameters that other code has written to since the last pull or push.
+
+        Writes that pulled weights have overwritten are included. Each write is returned once.
 
         Args:
-            pulled: For each parameter, the pieces of the pulled weights, with which values are compared. None: newer
-                weights are being pulled now, and values are not compared.
+            pulled: For each parameter, the pieces of the pulled weights, with which its values are compared. None:
+                newer weights are being pulled now, and values are not compared.
             every: Whether to compare all parameters, and not only those whose version in autograd has changed. Writes
                 to ``.data`` change no version.
         """
@@ -416,7 +429,7 @@ def _same(param: Tensor, pieces: Sequence[tuple[slice, Tensor]]) -> bool:
 
 @torch.no_grad()
 def _put(tensors: Sequence[Tensor | None], places: Sequence[Parts]) -> None:
-    """Copy the elements of tensors to their places in shards; write zeros for None."""
+    """Copy the elements of each tensor to their places in the shards; write zeros to the places of None."""
     given = [(t, parts) for t, parts in zip(tensors, places, strict=True) if t is not None]
     flat = [real(strided(t)).reshape(-1) for t, _ in given]
     elements, pieces = _paired(flat, [parts for _, parts in given])
