@@ -246,7 +246,7 @@ class LostParts:
                 save.known = self._settle(save, sorted(save.gone))
 
     def given_up(self) -> list[int]:
-        """Return the numbers of the saves that were given up, once this rank's own part of each has ended.
+        """Return the numbers of the abandoned saves for which this rank's own part is finished: written, or failed.
 
         Each number is returned by one call only: that call forgets the save.
         """

@@ -582,7 +582,8 @@ def address_of(name: str, host: str | None = None, port: int | None = None) -> d
 def seal_of_servers() -> Seal:
     """Return the `Seal` that signs messages to and from parameter servers.
 
-    Its secret is the one in the environment, if any. It is the same in all jobs and after restarts.
+    It has the secret of the environment, if there is one. It does not depend on the job, so one server can serve
+    several jobs one after another.
     """
     return Seal(os.environ.get(SECRET), "servers")
 

@@ -253,10 +253,10 @@ def ready_for(headers: Sequence[Header]) -> int:
 
 
 def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
-    """Return the checkpoint that ranks make of the round of these headers; None if no rank asks for one.
+    """Return the mark of the checkpoint that ranks save with the round of these headers; None if no rank votes for a save.
 
-    Its number is the next one after the largest number of the headers. Its members are the ranks that have a message
-    ready or wait at a sync point.
+    The mark's number is one more than the largest number of saves in the headers, and its step is the mean of the
+    ranks' steps. Its members are the ranks that have a message ready or wait at a sync point.
 
     >>> standing = Header(sync_point=SyncPointKind.TRAIN_END)
     >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), standing], ["0", "2", "3"])
@@ -342,8 +342,8 @@ def batches_per_second(pace: tuple[float, ...]) -> float:
 def relative_speed(pace: tuple[float, ...], paces: Iterable[tuple[float, ...]], unknown: float) -> float:
     """Return a rank's batches per second, divided by those of the fastest rank.
 
-    ``pace`` and ``paces`` are as in `batches_per_second`; three zeros mean that the pace is unknown. If any pace is
-    unknown, the result is ``unknown``.
+    A pace is a tuple of seconds for a batch's data, compute and communication, and of the batch's samples. If the three
+    times are zero, the pace is unknown. If any pace is unknown, the result is ``unknown``.
 
     >>> relative_speed((0.0, 0.5, 0.0, 8.0), [(0.0, 0.5, 0.0, 8.0), (0.0, 0.25, 0.0, 8.0)], unknown=1.0)
     0.5

@@ -161,9 +161,9 @@ class SharedState:
             self.changed.wait(0.5)
 
     def stands_at(self, sync_point: SyncPointKind) -> bool:
-        """Return whether the training thread may continue when ``sync_point`` opens. The caller holds the lock.
+        """Return whether the opening of ``sync_point`` releases the training thread. The caller holds the lock.
 
-        At SYNCHRONISE this is so only for a rank that waits there.
+        SYNCHRONISE releases only a thread that waits at it. Any other sync point releases the thread wherever it waits.
         """
         return sync_point is not SyncPointKind.SYNCHRONISE or self.sync_point is sync_point
 

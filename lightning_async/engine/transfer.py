@@ -124,13 +124,15 @@ class Transfer:
 class UncommittedRound:
     """The last exchange of this rank, while some ranks may have committed it and others may not.
 
-    There are two ways to commit; the type of the exchange says which one is used.
+    `behind` is the exchange if others may have committed it and this rank has not. `ahead` is the exchange if this rank
+    has committed it and others may not have. There are two ways to commit; the type of the exchange says which one is
+    used.
 
-        two steps    all ranks say that they have the payload, then each commits. A rank that loses the last answer is
-                     `behind`: it has the payload, and commits once the next header says that others did
-        at once      each rank commits once it has the payload. A rank that fails to receive the payload is `behind`
-                     without it, and gets it from a rank that is `ahead`. A rank that is `ahead` keeps the payload in
-                     the bucket in which it was received, until the next header has shown that no rank lacks it
+        two steps    all ranks tell each other that they have the payload, then each commits. A rank that does not hear of
+                     all others is behind: it has the payload, and commits once the next header says that others did
+        at once      each rank commits once it has the payload. A rank that fails to receive the payload is behind without
+                     it, and gets it from a rank that is ahead. This rank keeps the payload until the next header has
+                     shown that no rank lacks it
 
     No rank is behind by more than one exchange, because all ranks exchange headers before the next exchange begins.
     """

@@ -261,9 +261,9 @@ class FailureDetector:
     def newest(self) -> int:
         """Return the number of the newest generation that a live peer is in, or waits for.
 
-        If lost ranks may not come back, the result is at most this rank's generation plus one. The other ranks may have
-        formed that generation without this rank. Then this rank must learn so, instead of asking for a later
-        generation.
+        If lost ranks are not allowed to come back, the result is at most this rank's generation plus one. The other
+        ranks may have formed that generation without this rank. Then this rank must find out that it is not a member,
+        instead of asking for a later generation.
         """
         newest = max([peer.record.wanted for peer in self._heard().values() if peer.up], default=0)
         return newest if self.readmit else min(newest, self.generation.number + 1)

@@ -175,7 +175,11 @@ class Listener:
                 listener._on_death(death)
             except Exception:
                 # One listener's error must not keep the death from the others.
-                _log.exception("Rank %d %s; the launcher told so, and handling that failed.", death.rank, death.text)
+                _log.exception(
+                    "The launcher has reported that rank %d %s, and handling this report failed.",
+                    death.rank,
+                    death.text,
+                )
 
 
 def _death(message: bytes, process: int) -> Death | None:

@@ -249,14 +249,14 @@ class JoinCoordinator(CollectiveCallback):
             call()
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Admit a joining rank if all ranks have prepared a connection with this rank.
+        """Admit a joining rank if all ranks that train have prepared a connection with it.
 
         All ranks are at a sync point and hold the same model. In one exchange each rank sends which join it has
         prepared and where it is in the epoch. All ranks decide by these values, so no rank may change its values
         afterwards.
 
         Returns:
-            Always False: the model was not replaced.
+            Always False, because a join does not replace the model.
         """
         strategy = self._strategy
         fit_sessions = self._strategy.fit_sessions

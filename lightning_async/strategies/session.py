@@ -97,8 +97,8 @@ class FitSessions:
                 strategy.tell_alone(f"{strategy.alone}. {how_to_have_more(strategy.transport)}")
             else:
                 log.warning(
-                    "%s: this rank trains on alone, with all of the data: %d of %d were lost before, or have raised "
-                    "what the program has caught. `min_replicas=%d` ends training on all ranks instead.",
+                    "%s: this rank trains on alone, with all of the data: %d of %d ranks were lost, or have raised an "
+                    "exception that the program has caught. `min_replicas=%d` ends training on all ranks instead.",
                     type(strategy).__name__, began - 1, began, began,
                 )  # fmt: skip
             return

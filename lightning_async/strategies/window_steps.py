@@ -250,7 +250,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
     def _end_if_last(self) -> None:
         """Before ``max_steps`` ends training, wait for the last averaged gradient and take its step.
 
-        Otherwise the next window would cause this step, but there is no next window.
+        Earlier steps are taken when the next window is sent. After the last window there is none.
         """
         if self._window_schedule.updates.left == 1:
             self._arrive()
@@ -631,7 +631,7 @@ class LastBackward:
             raise
 
     def finish(self) -> float:
-        """End the batch, clear the accumulated gradients that were sent during it, and return their number of samples."""
+        """End the batch, clear the gradients that were sent during it, and return their number of samples."""
         self.under_way = False
         self._window.clear()
         self._gradients.finish_last()

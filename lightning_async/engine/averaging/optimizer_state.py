@@ -302,8 +302,8 @@ def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -
         return {name: _law(optimizer, group, small, runs, name) for name in names}
     except Exception as error:
         log.warning(
-            "How the state of `%s` averages over time cannot be found out (%s): a mean that arrives late moves it by "
-            "the difference between that mean and what was sent.", type(optimizer).__name__, error,
+            "It is unknown how the state of `%s` averages over time (%s). A mean that arrives late changes the state "
+            "by the difference between this mean and what was sent.", type(optimizer).__name__, error,
         )  # fmt: skip
         return {}
 

@@ -122,10 +122,10 @@ class RunSummary:
         self.dropped_gradients += 1
         if self.dropped_gradients == 1:
             log.warning(
-                "Rank %d: its gradients are not finite (NaN or infinite) behind %d steps. They are dropped: no step is "
-                "taken with them, and those of the other ranks count as always. This is said once; the metric "
-                "`dropped_gradients` and the summary count on. Look at this rank's data, lower the learning rate, or "
-                "clip gradients.",
+                "Rank %d: its gradients are not finite (NaN or infinite) after %d steps. They are dropped: no step is "
+                "taken with them, and the other ranks' gradients count as usual. This warning comes once; the "
+                "metric `dropped_gradients` and the summary count all cases. Look at this rank's data, lower the "
+                "learning rate, or clip gradients.",
                 self.rank, self.steps,
             )  # fmt: skip
 

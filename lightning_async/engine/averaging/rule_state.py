@@ -100,10 +100,10 @@ class AveragerConfig:
         return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
     def weight_of_reported(self, rule: AveragingRule) -> float:
-        """Return the factor with which work in this replica's last committed message counts again in a consensus.
+        """Return the factor with which work that a round has averaged already counts in a consensus.
 
-        Later work has the factor 1. The result is 0, unless compression leaves a part of the message in this replica's
-        parameters only.
+        Without compression it is 0. With compression a part of the work was not sent, and is in this replica's
+        parameters only, so the factor is larger. Work that no round has averaged yet has the factor 1.
         """
         if self.compression == "none" or rule.keeps_residual:
             return 0.0
