@@ -1,6 +1,6 @@
 """Asynchronous, fault-tolerant distributed training for PyTorch Lightning.
 
-A user gives one of the strategies to the Trainer; everything else follows from its arguments.
+A user passes one of the strategies to the Trainer; everything else follows from the strategy's arguments.
 
 - `AsyncAveragingStrategy`: replicas take local steps, and their parameters are averaged in the background.
 - `AsyncGradientStrategy`: replicas accumulate gradients while earlier gradients are averaged in the background.

@@ -1,4 +1,8 @@
-"""Checks of constructor arguments, which raise errors with one style of message."""
+"""Checks of constructor arguments, which raise errors with one style of message.
+
+In each function, ``owner`` is the class whose argument is checked (its name, or an object of the class), and
+``argument`` is the argument's name. Both appear in the error message.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from datetime import timedelta
 
 
 def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ValueError unless the argument equals one of ``allowed`` and has its type.
+    """Raise ValueError unless ``value`` equals one of ``allowed`` and has the same type as that one.
 
-    1.0 and True do not pass for an allowed 1.
+    1.0 and True are refused where 1 is allowed.
     """
     alike = [each for each in allowed if isinstance(value, type(each)) and not isinstance(value, bool)]
     if value not in alike:
@@ -17,13 +21,16 @@ def check_choice(owner: str, argument: str, value: object, allowed: tuple[object
 
 
 def check_bool(owner: str, argument: str, value: object) -> None:
-    """Raise TypeError unless the argument is True or False."""
+    """Raise TypeError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"`{owner}({argument}={value!r})` must be True or False.")
 
 
 def check_protocol(owner: str, argument: str, value: object, protocol: type, what: str) -> None:
-    """Raise TypeError unless the argument is an object with all public members of ``protocol``."""
+    """Raise TypeError unless ``value`` is an object with all public members of ``protocol``.
+
+    ``what`` says in the error message which objects are valid.
+    """
     names = [name for name in {**protocol.__annotations__, **vars(protocol)} if not name.startswith("_")]
     lacks = [name for name in names if not hasattr(value, name)]
     shown = f"`{owner}({argument}={value!r})` must be {what}."
@@ -51,7 +58,7 @@ def check_number(owner: str, argument: str, value: object, at_least: int) -> Non
 
 
 def check_time(owner: str, argument: str, value: object) -> None:
-    """Raise TypeError or ValueError unless the argument is a ``timedelta`` above zero."""
+    """Raise TypeError or ValueError unless ``value`` is a ``timedelta`` above zero."""
     shown = f"`{owner}({argument}={value!r})`"
     if not isinstance(value, timedelta):
         raise TypeError(f"{shown} must be a timedelta.")
@@ -62,9 +69,14 @@ def check_time(owner: str, argument: str, value: object) -> None:
 def check_real(
     owner: object, argument: str, *, above: float | None = None, at_least: float | None = None, below: float = math.inf
 ) -> None:
-    """Raise TypeError or ValueError unless an attribute of ``owner`` is a finite number within the given bounds.
+    """Raise TypeError or ValueError unless an attribute of ``owner`` is a finite number within the bounds.
 
-    ``argument`` is the name of the attribute.
+    Args:
+        owner: Object with the attribute.
+        argument: Name of the attribute.
+        above: Bound that the number must exceed. Default: None, no such bound.
+        at_least: Smallest allowed number. Default: None, no such bound.
+        below: Bound that the number must not reach. Default: infinity.
     """
     value = getattr(owner, argument)
     shown = f"`{type(owner).__name__}({argument}={value!r})`"

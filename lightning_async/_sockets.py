@@ -34,7 +34,10 @@ def snapshot() -> dict[int, int]:
 
 
 def _ask(fd: int, question: Callable[[socket.socket], T]) -> T | None:
-    """Return what ``question`` returns for the socket; None for a closed or Unix socket, or where it raises OSError."""
+    """Return ``question(socket)`` for the socket with this descriptor.
+
+    Return None for a closed socket, for a Unix socket, and if ``question`` raises OSError.
+    """
     try:
         with socket.socket(fileno=os.dup(fd)) as sock:
             return None if sock.family == socket.AF_UNIX else question(sock)
@@ -43,18 +46,18 @@ def _ask(fd: int, question: Callable[[socket.socket], T]) -> T | None:
 
 
 def listening_port(fd: int) -> int | None:
-    """Return the port on which the socket listens; None for a socket that does not listen."""
+    """Return the port on which the socket with descriptor ``fd`` listens; None if it does not listen."""
     listens = (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     return _ask(fd, lambda sock: sock.getsockname()[1] if sock.getsockopt(*listens) else None)
 
 
 def connects(fd: int, own: set[int], peers: set[int]) -> bool:
-    """Return whether the socket's port is one of ``own``, or its peer's port is one of ``peers``."""
+    """Return whether the local port of the socket ``fd`` is one of ``own``, or its peer's port is one of ``peers``."""
     return bool(_ask(fd, lambda sock: sock.getsockname()[1] in own or sock.getpeername()[1] in peers))
 
 
 def own_address(fd: int) -> str | None:
-    """Return the local address of the socket, by which its peer may reach this host."""
+    """Return the local address of the socket ``fd``, at which its peer may reach this host."""
     return _ask(fd, lambda sock: sock.getsockname()[0].removeprefix("::ffff:"))
 
 
@@ -67,10 +70,10 @@ def is_open(fd: int, inode: int) -> bool:
 
 
 def shut_down(sockets: Mapping[int, int]) -> None:
-    """Shut the sockets down, so that all blocked reads and writes on them end, here and at their peers.
+    """Shut the sockets down: all blocked reads and writes on them end, in this process and at their peers.
 
     Args:
-        sockets: Mapping from descriptor to inode.
+        sockets: Inode of each socket, by descriptor. A descriptor that now belongs to another file is left alone.
     """
     for fd, inode in sockets.items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
@@ -89,8 +92,8 @@ class Opening:
     """A record of the sockets that a library opens after the record was made.
 
     Args:
-        ours: Function that returns whether the library has opened the socket with the given descriptor. It is needed
-            because other threads open sockets, too.
+        ours: Function that returns whether the library has opened the socket with the given descriptor. The function is
+            needed because other threads of this process open sockets, too.
     """
 
     def __init__(self, ours: Callable[[int], bool]) -> None:
@@ -98,9 +101,9 @@ class Opening:
         self._ours = ours
 
     def sockets(self) -> dict[int, int]:
-        """Return the sockets that the library has opened since this object was made, and not closed.
+        """Return the sockets that the library has opened since this record was made, and has not closed.
 
-        The result has the inode of each socket, by descriptor.
+        The result is the inode of each socket, by descriptor.
         """
         now = snapshot().items()
         return {fd: inode for fd, inode in now if self._before.get(fd) != inode and self._ours(fd)}
@@ -108,14 +111,15 @@ class Opening:
 
 @contextlib.contextmanager
 def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Iterator[Opening]:
-    """Prevent forked processes from inheriting the sockets that a library opens in this context.
+    """Prevent forked processes from inheriting the sockets that a library opens within this context.
 
-    This includes processes that are forked within the context.
+    Processes that are forked within the context do not inherit them, either. The context yields the record of the
+    sockets.
 
     Args:
-        ours: Function that returns whether a socket was opened by the library, see `Opening`.
-        within: Time limit for the context: soon after it, the sockets are shut down. Without a limit, torch would wait
-            for ever for a server that accepts a connection and then sends nothing. Default: no limit.
+        ours: Function that returns whether the library has opened the socket with the given descriptor, see `Opening`.
+        within: Time limit for the context. Soon after the limit, the sockets are shut down: otherwise torch would wait
+            for ever for a server that accepts a connection and then sends nothing. Default: None, no limit.
     """
     opened = Opening(ours)
     _under_way.append(opened)
@@ -134,7 +138,9 @@ def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Ite
 
 
 def keep_from_forks(sockets: Mapping[int, int]) -> None:
-    """Make later forks of this process close these sockets; programs that it executes do not inherit them, either.
+    """Make later forks of this process close these sockets.
+
+    Programs that this process executes do not inherit the sockets, either.
 
     Args:
         sockets: Inode of each socket, by descriptor. The inode shows whether the descriptor still belongs to the
@@ -153,15 +159,15 @@ def unshared(sock: socket.socket) -> socket.socket:
 
 
 def serves_at(port: int) -> None:
-    """Prevent forked processes from inheriting the sockets of a port at which this process listens.
+    """Prevent forked processes from inheriting the sockets of ``port``, on which this process listens.
 
-    This includes connections that are accepted later.
+    This includes connections that this process accepts later.
     """
     _served.add(port)
 
 
 def _let_go() -> None:
-    """Release the parent's sockets; called in each fork as it begins."""
+    """Close the inherited sockets that this fork must not keep; called in each fork as it begins."""
     held = [dict(_private), *(each.sockets() for each in _under_way)]
     if _served:
         held.append({fd: inode for fd, inode in snapshot().items() if connects(fd, _served, set())})

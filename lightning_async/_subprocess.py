@@ -27,7 +27,7 @@ torch and Lightning, which takes seconds and hundreds of megabytes."""
 
 
 def bare_command(module: str, arguments: list[Any], title: str) -> list[str]:
-    """Return the command line of a process that calls ``main`` of a module.
+    """Return the command line of a process that calls the function ``main`` of a module.
 
     Args:
         module: Full name of the module.
@@ -41,23 +41,24 @@ def bare_command(module: str, arguments: list[Any], title: str) -> list[str]:
 
 
 class HelperProcess:
-    """A helper process that calls ``main`` of a module, and is connected with this process by a socket pair.
+    """A helper process that calls the function ``main`` of a module. A socket pair connects it with this process.
 
-    The helper runs in a session of its own. ``main`` gets the descriptor of the helper's socket as its first argument.
-    Forks of this process do not keep its socket open, so that the helper notices when this process ends.
+    The helper runs in a POSIX session of its own, so signals to this process's group do not reach it. ``main`` gets the
+    descriptor of the helper's socket as its first argument. Forks of this process do not keep this process's socket
+    open, so the helper notices when this process ends.
 
     Args:
         module: Full name of the module.
         arguments: Further arguments of ``main``; values that JSON can hold.
-        title: Name of the process in ``ps``.
-        descriptors: File descriptors that the process inherits. Default: none.
+        title: Name of the helper in ``ps``.
+        descriptors: File descriptors that the helper inherits. Default: none.
         kind: Type of the socket. Default: a stream.
-        stdout: Output of the process, as for `subprocess.Popen`. Default: dropped.
-        stderr: Error output of the process, as for `subprocess.Popen`. Default: that of this process.
-        env: Environment variables. Default: those of this process.
+        stdout: Output of the helper, as for `subprocess.Popen`. Default: dropped.
+        stderr: Error output of the helper, as for `subprocess.Popen`. Default: that of this process.
+        env: Environment variables of the helper. Default: None, those of this process.
 
     Raises:
-        OSError: the system does not start the process.
+        OSError: The system does not start the helper.
     """
 
     _left: ClassVar[list[subprocess.Popen[bytes]]] = []
@@ -81,26 +82,28 @@ class HelperProcess:
             raise
 
     def wait(self, within_s: float | None = None) -> int | None:
-        """Wait for the end of the process, and return its exit status.
+        """Wait for the end of the helper, and return its exit status.
 
-        The status is minus the signal's number if a signal has killed the process, and None if the process still runs
-        after ``within_s`` seconds. Default: no limit.
+        If a signal has killed the helper, the status is minus the signal's number.
+
+        Args:
+            within_s: Time limit in seconds. If the helper still runs after it, return None. Default: None, no limit.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.popen.wait(within_s)
         return None
 
     def leave(self) -> None:
-        """Stop managing the process: it ends by itself, and nobody waits for it.
+        """Stop managing the helper: it ends by itself, and nobody waits for it.
 
-        Each call also collects the exit statuses of processes that were left earlier and have ended since, because an
-        ended process whose status nobody collects stays a zombie.
+        Each call also collects the exit statuses of helpers that were left earlier and have ended since. Without this,
+        they would stay zombies.
         """
         self._left[:] = [self.popen, *(each for each in self._left if each.poll() is None)]
 
 
 def in_words(status: int) -> str:
-    """Return how a process has ended, in words.
+    """Return how a process has ended, in words, from its exit status.
 
     >>> in_words(-9), in_words(1)
     ('signal 9', 'exit status 1')

@@ -21,11 +21,11 @@ def in_brief(text: str) -> str:
 
 
 class AsyncTrainingError(RuntimeError):
-    """Base of every run-time failure of this package."""
+    """The base class of this package's run-time errors; wrong arguments raise ValueError or TypeError instead."""
 
 
 class CollectiveError(AsyncTrainingError):
-    """A collective operation failed; its group must be re-formed before the next one."""
+    """A collective operation failed; its process group must be formed again before the next operation."""
 
 
 class CollectiveTimeout(CollectiveError):
@@ -33,7 +33,7 @@ class CollectiveTimeout(CollectiveError):
 
 
 class GenerationChanged(CollectiveError):
-    """A peer has left this generation of the groups and waits in the next one."""
+    """A peer has left the present generation of process groups, and waits for the other ranks in the next one."""
 
 
 class PeerLost(AsyncTrainingError):
@@ -41,7 +41,7 @@ class PeerLost(AsyncTrainingError):
 
     Args:
         message: Text of the error.
-        ranks: Ranks of the lost peers. Default: none are named.
+        ranks: Ranks of the lost peers. Default: none, the ranks are unknown.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -54,11 +54,11 @@ class ChannelTimeout(PeerLost):
 
 
 class StoreLost(PeerLost):
-    """The store does not answer any more; without it no group can be formed, and the run ends on every rank."""
+    """The key-value store by which ranks form their groups does not answer any more, so the run ends on every rank."""
 
 
 class Evicted(PeerLost):
-    """The other ranks took this rank for dead and have gone on without it."""
+    """The other ranks have declared this rank dead, and have continued without it."""
 
 
 class LayoutMismatch(AsyncTrainingError):
@@ -82,4 +82,4 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class TrainingDiverged(AsyncTrainingError):
-    """Losses, gradients or parameters are out of bounds, and all configured remedies are used up."""
+    """A loss, a gradient or a parameter is out of bounds, and all configured remedies are used up."""

@@ -21,9 +21,9 @@ def tell(event: str, level: int, words: str, **facts: object) -> None:
 
     Args:
         event: Name of the event.
-        level: Level of the logging module.
-        words: The event in whole sentences, for people.
-        facts: The event's values, for programs: numbers, words, and lists of these.
+        level: Level of the logging module, such as ``logging.INFO``.
+        words: The event in full sentences, for people.
+        facts: The event's values, for programs: numbers, strings, and lists of these.
     """
     if _log.isEnabledFor(level):
         shown = " ".join(f"{name}={_value(fact)}" for name, fact in {"event": event, **facts}.items())
@@ -31,7 +31,9 @@ def tell(event: str, level: int, words: str, **facts: object) -> None:
 
 
 def _value(fact: object) -> str:
-    """Return a fact as a short text for a log line: JSON without needless quotes; the items of a sequence get commas.
+    """Return a fact as a short text for a log line.
+
+    The text is JSON, without quotes where they are not needed. The items of a sequence are separated by commas.
 
     >>> _value("a b"), _value("ab"), _value(("1", "2")), _value(0.25), _value(None), _value(())
     ('"a b"', 'ab', '1,2', '0.25', 'null', '""')

@@ -1,4 +1,4 @@
-"""The layout of a list of tensors in one flat fp32 bucket; no other module knows it."""
+"""The positions of a list of tensors in one flat fp32 bucket. No other module computes such positions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ROOM = 16
 
 
 class FlatLayout:
-    """The places of a list of tensors in one flat bucket, one after the other, in order, without gaps.
+    """The positions of a list of tensors in one flat bucket, one after the other, without gaps.
 
-    `parts` cuts a bucket into parts for transport and ignores where tensors begin and end, so that a tensor may be
-    larger than a part.
+    `parts` cuts a bucket into parts for transport and ignores where tensors begin and end, so a tensor may be larger
+    than a part.
 
     Args:
         tensors: The tensors; only their shapes and dtypes are kept.
-        names: One name for each tensor, for messages and `moved`. Default: ``"0"``, ``"1"``, ...
+        names: One name for each tensor, for error messages and `moved`. Default: ``"0"``, ``"1"``, ...
 
     >>> layout = FlatLayout([torch.zeros(2, 3), torch.zeros(())], ["weight", "bias"])
     >>> layout.numel
@@ -54,7 +54,8 @@ class FlatLayout:
     def moved(self, bucket: Tensor, to: FlatLayout) -> Tensor:
         """Copy ``bucket``, which has this layout, into a new bucket with the layout ``to``, and return the new bucket.
 
-        A tensor is copied where the other layout has a tensor with its name and shape; all other elements are zero.
+        A tensor is copied if the layout ``to`` has a tensor with its name and shape. All other elements of the new
+        bucket are zero.
         """
         held = dict(zip(self.names, self.views(bucket), strict=True))
         new = to.empty(bucket.device)
@@ -64,9 +65,10 @@ class FlatLayout:
         return new
 
     def cut(self, number: int) -> list[slice]:
-        """Cut the list of tensors into ``number`` runs of about equal size, none of them empty; return their slices.
+        """Cut the list of tensors into ``number`` groups of consecutive tensors, of about equal size.
 
-        No run is larger than an equal share plus the largest tensor. There must be at least ``number`` tensors.
+        Return the groups as slices. No group is empty, and none is larger than an equal share plus the largest tensor.
+        There must be at least ``number`` tensors.
 
         >>> FlatLayout([torch.zeros(numel) for numel in (4, 2, 2, 3, 1)]).cut(3)
         [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
@@ -84,23 +86,23 @@ class FlatLayout:
         return list(bucket.split(max(1, part_bytes // bucket.element_size()))) if bucket.numel() else []
 
     def describe(self) -> list[str]:
-        """Return one line for each tensor, with its name, shape and dtype; equal lists mean equal layouts."""
+        """Return one line for each tensor, with its name, shape and dtype. Layouts with equal lines are equal."""
         return [
             f"{name}: shape {tuple(shape)}, {dtype}"
             for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True)
         ]
 
     def fingerprint(self) -> int:
-        """Return a hash of the lines of `describe`, which is equal on every machine.
+        """Return a 52-bit hash of the lines that `describe` returns.
 
-        It has 52 bits, so that a float64 holds it.
+        A float64 can hold it exactly. Equal layouts have equal hashes on all machines.
         """
         digest = hashlib.sha256("\n".join(self.describe()).encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 12
 
     @staticmethod
     def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str | None:
-        """Return the first difference of two lists from `describe`, as ``"mine | theirs"``; None if they are equal."""
+        """Return the first difference between two results of `describe`, as ``"mine | theirs"``; None without one."""
         for i, (left, right) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing")):
             if left != right:
                 return f"tensor {i}: {left} | {right}"

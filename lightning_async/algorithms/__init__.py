@@ -5,7 +5,7 @@ and callbacks call its methods with facts that they have measured, and keep its 
 
 - An `AveragingRule` says what replicas send, and what they make of the mean: `DeltaMean`, `DiLoCo`, `EASGD`,
   `SparseLoCo`.
-- A `Schedule` says when a round comes: `EveryNSteps`, `DyLU`, `MatchCommunication`, `Warmup`.
+- A `Schedule` says when an averaging round begins: `EveryNSteps`, `DyLU`, `MatchCommunication`, `Warmup`.
 - A `StalenessPolicy` corrects late pushes on a server; a `DelayCorrection` corrects late windows of gradients.
 - `TopK`, `PowerSGD` and the codes compress messages; an `AccumulationPolicy` sets the size of windows.
 - A `KeepPolicy` and a `SavePolicy` are for checkpoints; `divergence` holds thresholds and remedies.

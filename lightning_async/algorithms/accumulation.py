@@ -21,7 +21,7 @@ LrScaling = Literal["linear", "sqrt"]
 
 
 def lr_factor(scaling: LrScaling | None, samples: float, base: float) -> float:
-    r"""Return the factor of the learning rate for a step with this number of samples.
+    r"""Return the factor of the learning rate for a step with ``samples`` samples.
 
     .. math:: \frac{n}{n_0} \text{ (linear)}, \qquad \sqrt{\frac{n}{n_0}} \text{ (sqrt)}, \qquad 1 \text{ (None)}
 
@@ -29,7 +29,7 @@ def lr_factor(scaling: LrScaling | None, samples: float, base: float) -> float:
     for optimizers that divide by the gradients' size, such as Adam.
 
     Args:
-        scaling: Kind of scaling; None for none.
+        scaling: Kind of scaling. None: the factor is 1.
         samples: :math:`n`, number of samples in this step.
         base: :math:`n_0`, number of samples in a step for which the learning rate was chosen.
 
@@ -105,7 +105,7 @@ class Noise(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The noise scale in samples: 0 without noise, infinite where there is only noise, NaN while unknown."""
+        """The noise scale in samples: 0 without noise, infinite if there is only noise, NaN while it is unknown."""
         if self.weight == 0 or (self.square <= 0 and self.trace <= 0):
             return math.nan
         if self.trace <= 0:
@@ -143,13 +143,16 @@ class AccumulationPolicy(Protocol):
     """
 
     unit: Unit = "any"
-    """The unit of `size`: "batches", "samples", or "any" for the unit of the argument that takes the policy."""
+    """The unit of `size`: "batches", "samples", or "any" for the unit of the argument to which it is passed."""
     measures: Measured = "nothing"  # what must be measured for the policy
     every: int = 1  # number of windows from one decision to the next
 
     @abstractmethod
     def size(self, progress: WindowProgress) -> int:
-        """Return the size of the window that begins now. It is used for all windows until the next call."""
+        """Return the size of the window that begins now, in the unit that `unit` names.
+
+        The size is used for all windows until the next call, `every` windows later.
+        """
         ...
 
 
@@ -244,8 +247,8 @@ class NoiseScale(AccumulationPolicy):
         n_\text{last} / g \le n \le g\, n_\text{last}
 
     :math:`n_\text{last}` is the size that was chosen last, and :math:`B_\text{simple}` is the gradient noise scale, see
-    `Noise`. Well below it, a step with twice the samples is
-    worth nearly two steps; well above it, hardly more than one.
+    `Noise`. With far fewer samples than this scale, a step with twice the samples is worth nearly two steps. With far
+    more samples, it is worth hardly more than one step.
 
     Args:
         maximum: :math:`n_\text{max}`, largest number of samples.
@@ -395,7 +398,10 @@ class BalancedWindows:
         check_int(self, "maximum", at_least=self.batches)
 
     def size(self, speeds: Sequence[float], me: int) -> int:
-        """Return the number of batches in replica ``me``'s next window; ``batches`` while a speed is unknown (0.0)."""
+        """Return the number of batches in the next window of replica ``me``.
+
+        ``speeds`` are the batches per second of all replicas. While one of them is unknown (0.0), return ``batches``.
+        """
         if not all(speed > 0.0 for speed in speeds):
             return self.batches
         wanted = round(len(speeds) * self.batches * speeds[me] / sum(speeds))

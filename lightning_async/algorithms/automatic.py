@@ -24,13 +24,14 @@ class MatchCommunication(PeriodicSchedule):
     .. math:: n = \min\Big(n_{\max}, \max\big(n_{\min} \frac{v}{v_{\max}}, c\, \frac{t_{round}}{t_{step}}\big)\Big)
 
     :math:`t_{round}` is the time of a round (the shorter of the last two), :math:`t_{step}` is the time of a step of
-    this replica, :math:`v` its speed, and :math:`v_{\max}` the speed of the fastest replica. The period adapts when the
-    speed of the network changes. A slow replica takes fewer steps in a period, so that all replicas are ready for the
-    round at about the same time.
+    this replica, :math:`v` is its speed, and :math:`v_{\max}` is the speed of the fastest replica. When the speed of
+    the network changes, the period changes with it. A slow replica takes fewer steps in a period, so all replicas are
+    ready for the round at about the same time.
 
     Args:
-        minimum: :math:`n_{\min}`, steps. Default 8: more frequent rounds gain little with an outer optimizer.
-        maximum: :math:`n_{\max}`, steps. Default 512.
+        minimum: :math:`n_{\min}`, smallest period in steps. Default 8: more frequent rounds gain little with an outer
+            optimizer.
+        maximum: :math:`n_{\max}`, largest period in steps. Default 512.
         factor: :math:`c`, length of a period as a multiple of a round's time. Default 2.5: with shorter periods, the
             outer momentum overshoots.
 
@@ -69,22 +70,22 @@ class AdaptivePeriod(PeriodicSchedule):
 
     .. math:: n = \min\Big(n_{\max}, \max\big(n_{\min}, n_{\min}\, m_0 / m\big)\Big)
 
-    :math:`m` is the metric in recent rounds, and :math:`m_0` is the metric in the first four rounds, which come every
-    :math:`n_{\min}` steps. The metric "replica_spread" is the squared distance between replicas divided by the steps
-    since they agreed, so that a round comes when replicas are as far apart as in the first rounds. The period then
-    grows as the learning rate :math:`\eta` falls: as :math:`1 / \eta^2` if replicas diverge because of gradient noise,
-    and as :math:`1 / \eta` if they diverge because their data differs. With the metric "loss_variance", :math:`m` is
-    the root of the variance over replicas of their mean training loss. Both metrics have the same value on all
-    replicas.
+    :math:`m` is the metric in recent rounds, and :math:`m_0` is the metric in the first four rounds, which begin every
+    :math:`n_{\min}` steps. The metric "replica_spread" is the squared distance between replicas, divided by the number
+    of steps since they had equal parameters. With it, a round begins when replicas are as far apart as in the first
+    rounds. The period then grows as the learning rate :math:`\eta` falls: as :math:`1 / \eta^2` if replicas diverge
+    because of gradient noise, and as :math:`1 / \eta` if they diverge because their data differs. With the metric
+    "loss_variance", :math:`m` is the root of the variance over replicas of their mean training loss. Both metrics have
+    the same value on all replicas.
 
     While the learning rate warms up, replicas hardly diverge. Use `Warmup(AdaptivePeriod(), steps=...)`: then
     :math:`m_0` is measured in the first rounds after the warm-up. Strategies refuse `Warmup` with
     ``warmup_sync_every`` here, because :math:`m_0` would be measured in the rounds of the warm-up.
 
     Args:
-        minimum: :math:`n_{\min}`, steps. Default 50.
-        maximum: :math:`n_{\max}`, steps. Default 500.
-        metric: Metric, "replica_spread" or "loss_variance". Default "replica_spread".
+        minimum: :math:`n_{\min}`, smallest period in steps. Default 50.
+        maximum: :math:`n_{\max}`, largest period in steps. Default 500.
+        metric: Name of the metric, "replica_spread" or "loss_variance". Default "replica_spread".
 
     Raises:
         TypeError: If a number of steps is no int.
@@ -136,7 +137,8 @@ class Trend(NamedTuple):
     def add(self, measured: float, window: int) -> Trend:
         """Return the trend with one more measurement, which is ignored if it is not finite.
 
-        ``window`` is the number of first rounds, and of recent rounds (:math:`w` in the equation).
+        ``window`` is :math:`w` in the equation: the number of first rounds, and about the number of recent rounds, that
+        are averaged.
         """
         if not math.isfinite(measured):
             return self
@@ -161,9 +163,10 @@ class AdaptiveDiLoCo(DiLoCoBase):
         \mu &= (0.7 - 0.1\, x) \min\big(1, \tfrac{k h}{64}\big),
             \qquad x = \min\big(1, \max(0, \tfrac{h - 8}{8})\big)
 
-    :math:`h` is the mean number of local steps in the messages, which all replicas know from the headers, so that they
-    choose the same values. :math:`k` is the number of rounds before this one: momentum grows over the first 64 steps of
-    training, in which the direction changes most. The other equations are those of `DiLoCo` with Nesterov's momentum.
+    :math:`h` is the mean number of local steps in the round's messages. All replicas know these numbers from the
+    headers, so they choose the same values. :math:`k` is the number of rounds before this one: momentum grows over the
+    first 64 steps of training, in which the direction changes most. The other equations are those of `DiLoCo` with
+    Nesterov's momentum.
 
     Source: Douillard et al., "DiLoCo", 2023, https://arxiv.org/abs/2311.08105
 
@@ -179,7 +182,7 @@ class AdaptiveDiLoCo(DiLoCoBase):
         """Return the outer learning rate and the outer momentum of a round.
 
         The constants were found by simulations on a language model with AdamW. The delay and the number of replicas
-        made no further difference. A larger learning rate with less momentum saves as many steps, with more noise.
+        made no further difference. A larger learning rate with less momentum trains equally fast, but with more noise.
         """
         steps = [taken for taken, work in zip(round.steps, round.work, strict=False) if work > 0.0]
         mean = sum(steps) / len(steps) if steps else 0.0

@@ -1,8 +1,8 @@
 """Averaging rules: what replicas send, and what each replica makes of the mean message.
 
 `AveragingRule` is the interface of a rule, without I/O, threads or clocks. `RuleBase` implements what most rules share,
-so that a rule is little more than its equations. `Mean` and `DeltaMean` send the parameters themselves; with `EASGD`,
-each replica keeps a model of its own.
+so a new rule needs little more than its equations. With `Mean` and `DeltaMean`, replicas send their parameters. With
+`EASGD`, each replica keeps a model of its own.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ S = TypeVar("S")
 
 
 class Round(NamedTuple):
-    """The facts of one averaging round that every replica knows before its payload moves.
+    """The facts of one averaging round that every replica knows before the messages are exchanged.
 
     Args:
         id: Number of this round, equal on all replicas; it grows by one with each committed round.
         rank: Rank of this replica.
-        work: Work of each replica (samples or steps) since its last round of this fragment; zero for an absent one.
+        work: Work of each replica (samples or steps) since its last round of this fragment; 0 for an absent replica.
         steps: Optimizer steps of each replica since its last round of this fragment.
         scalars: Scalars that `AveragingRule.message_` has returned on each replica.
         lr: Inner learning rate of each replica, 0 if absent. The rates may differ; a rule must derive one common rate.
@@ -57,12 +57,12 @@ class Round(NamedTuple):
 class AveragingRule(Protocol[S]):
     r"""An interface for rules by which replicas average their models; the rule itself keeps no state.
 
-    A round, seen from one replica: the engine packs the parameters into a flat fp32 bucket, the *snapshot* :math:`s`.
-    `message_` turns the snapshot into the message :math:`u`. All replicas exchange messages, and the mean :math:`\bar
-    u = \sum_i w_i u_i` arrives, with the `weights` :math:`w_i`. `merge_` turns :math:`\bar u` into the *target*
-    :math:`t`, the parameters that this replica would have if it had taken no step since the snapshot, and turns
-    :math:`u`, which has overwritten the snapshot, back into it. Then the engine adds the change to the parameters,
-    :math:`x \leftarrow x + (t - s)`, so that the progress since the snapshot stays; without progress it copies
+    This is a round, seen from one replica. The engine packs the parameters into a flat fp32 bucket, the *snapshot*
+    :math:`s`. `message_` turns the snapshot into the message :math:`u`, in the same memory. All replicas exchange
+    messages, and each gets their mean :math:`\bar u = \sum_i w_i u_i` with the `weights` :math:`w_i`. `merge_` turns
+    :math:`\bar u` into the *target* :math:`t`: the parameters that this replica would have if it had taken no step
+    since the snapshot. `merge_` also turns :math:`u` back into the snapshot. Then the engine adds the change to the
+    parameters, :math:`x \leftarrow x + (t - s)`, so the progress since the snapshot stays. Without progress it copies
     :math:`t`. An absent replica (one without work) adds the difference between the new target and the last one.
 
     The state of a rule is a ``NamedTuple`` of flat fp32 tensors. It is equal on all replicas between rounds, except
@@ -76,18 +76,19 @@ class AveragingRule(Protocol[S]):
     num_scalars: int = 0  # number of scalars that `message_` returns for the round's header
     overlappable: bool = True  # whether local steps may go on during a round; False for rules that overwrite parameters
     per_replica: frozenset[str] = frozenset()
-    """The fields of the state that differ between replicas (a compression residual, or the weight of push-sum)."""
+    """The names of the state's fields that differ between replicas, such as a residual of compression."""
     absent_follow: bool = True
-    """Whether an absent replica moves with the target; False where replicas keep models of their own."""
+    """Whether an absent replica moves with the target. False if replicas keep models of their own."""
     restores_local: bool = False
-    """Whether a sync point only shows the model of `agree`, and each replica goes on from its own model."""
+    """Whether the model of `agree` is used at a sync point only, and each replica then continues its own model."""
     mixes: bool = False
-    """Whether `mix_` decides how much progress since the snapshot is kept, at the cost of a copy; else all is kept."""
+    """Whether `mix_` decides how much progress since the snapshot is kept, at the cost of a copy. If False, all
+    progress is kept."""
     sends_difference: bool = False
     """Whether messages are differences from a model that all replicas share, small enough for 8 bits per element."""
     keeps_residual: bool = False
     """Whether the rule itself keeps the compression error of its messages, and turns ``sent`` back into the exact
-    snapshot; else the error stays in the parameters."""
+    snapshot. If False, the error stays in the parameters."""
 
     @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:
@@ -96,22 +97,23 @@ class AveragingRule(Protocol[S]):
 
     @abstractmethod
     def message_(self, out: Tensor, state: S) -> tuple[float, ...]:
-        """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the header.
+        """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the round's header.
 
-        A message may be dropped, and then this method is called again for a new one. Therefore a rule must change its
+        A message may be dropped. Then this method is called again, for a new message. Therefore a rule must change its
         state in `merge_` only.
         """
         ...
 
     @abstractmethod
     def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
-        """Turn the mean message into the target, and the message back into the snapshot, in place.
+        """Turn the mean message into the target, and this replica's message back into the snapshot, both in place.
 
         Args:
-            sent: This replica's message, which becomes the snapshot. None if the replica was absent or not finite.
+            sent: This replica's message, which becomes the snapshot again. None if the replica was absent from the
+                round, or if its message was not finite.
             received: The mean message, which becomes the target.
             state: State of the rule.
-            round: The round.
+            round: Facts of the round.
 
         Returns:
             The state after the round.
@@ -121,9 +123,9 @@ class AveragingRule(Protocol[S]):
     def weights(self, round: Round) -> tuple[float, ...]:
         r"""Return the weight of each replica's message; the weights add up to 1, and are equal on all replicas.
 
-        This is called before the payload moves. The work, steps and scalars in ``round`` are known then; those of an
-        absent replica are zero. Default: the shares of the work, :math:`w_i = n_i / \sum_j n_j`. Where no replica has
-        work, the first replica that has taken steps gets all the weight.
+        This method is called before the messages are exchanged. The work, steps and scalars in ``round`` are known
+        then; those of an absent replica are zero. Default: the shares of the work, :math:`w_i = n_i / \sum_j n_j`. If
+        no replica has work, the first replica that has taken steps gets all the weight.
 
         >>> DeltaMean().weights(Round(id=1, rank=0, work=(1.0, 3.0)))
         (0.25, 0.75)
@@ -139,18 +141,18 @@ class AveragingRule(Protocol[S]):
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
         """Turn the present parameters ``live`` into the merged ones, in place; called only if `mixes` is True.
 
-        ``base`` is the snapshot, or the last target on a replica that was absent from the round. It may be overwritten;
-        ``target`` must not be changed. On a replica without progress since the snapshot, this is not called, and the
-        target is copied. Returns the state, of which only the fields in `per_replica` may change. Default: all progress
-        is kept, ``live + (target - base)``.
+        ``base`` is the snapshot; on a replica that was absent from the round, it is the last target. ``base`` may be
+        overwritten; ``target`` must not be changed. If a replica has made no progress since the snapshot, the engine
+        copies the target and does not call this method. Returns the state, of which only the fields in `per_replica`
+        may change. Default: all progress is kept, ``live + (target - base)``.
         """
         live.sub_(base.sub_(target))
         return state
 
     def agree(self, mean: Tensor, state: S) -> Tensor:
-        """Return the model that all replicas have at a sync point; ``mean`` is the work-weighted mean of parameters.
+        """Return the model that all replicas have at a sync point. Default: ``mean``.
 
-        Default: the mean.
+        ``mean`` is the work-weighted mean of all replicas' parameters.
         """
         return mean
 
@@ -256,7 +258,7 @@ def copy_saved_(rule: object, tensors: dict[str, Tensor], saved: dict[str, Any])
 
 
 class _ParameterMean(RuleBase[AveragingState]):
-    """A base of rules whose replicas send their parameters, and take the mean of all messages as the target."""
+    """A base of rules whose replicas send their parameters and then move to the mean of all messages."""
 
     def message_(self, out: Tensor, state: AveragingState) -> tuple[float, ...]:
         return ()
@@ -288,7 +290,7 @@ class Mean(_ParameterMean):
 
 @dataclass(frozen=True)
 class DeltaMean(_ParameterMean):
-    r"""Averaging that overlaps with training: each replica moves towards the mean and keeps its progress meanwhile.
+    r"""Averaging that overlaps with training: a replica moves to the mean, and keeps the steps that it took meanwhile.
 
     .. math:: x_i \leftarrow x_i + (\bar s - s_i), \qquad \bar s = \sum_j w_j s_j
 
@@ -299,7 +301,7 @@ class DeltaMean(_ParameterMean):
     Source: delayed parameter averaging with the delta rule, as in Bagua's asynchronous model averaging,
     https://github.com/BaguaSys/bagua, and in hivemind, https://github.com/learning-at-home/hivemind
 
-    >>> rule, x, sent = DeltaMean(), torch.tensor([1.5]), torch.tensor([1.0])  # 0.5 was learned meanwhile
+    >>> rule, x, sent = DeltaMean(), torch.tensor([1.5]), torch.tensor([1.0])  # local steps have added 0.5 since
     >>> received = torch.tensor([2.0])  # the mean of both snapshots
     >>> _ = rule.merge_(sent, received, AveragingState(), Round(id=0, rank=0, work=(1.0, 1.0)))
     >>> x + (received - sent)  # the engine adds the change
@@ -308,7 +310,7 @@ class DeltaMean(_ParameterMean):
 
 
 class EASGDState(NamedTuple):
-    """The state of elastic averaging between rounds: the center."""
+    """The state of `EASGD` between rounds: the center."""
 
     center: Tensor  # the common center, flat fp32, equal on all replicas
 
@@ -323,7 +325,7 @@ class EASGD(RuleBase[EASGDState]):
         c &\leftarrow c + \sum_j \alpha_j (s_j - c)
 
     :math:`c` is the center, :math:`s_i` is the snapshot of replica :math:`i`, and :math:`n` of :math:`p` replicas take
-    part in the round. :math:`w_i` is the share of replica :math:`i` in the round's work, and :math:`x_i` its
+    part in the round. :math:`w_i` is the share of replica :math:`i` in the round's work, and :math:`x_i` are its
     parameters. With equal work, :math:`\alpha_i = \beta / p`, as in the paper: the center moves towards the mean by
     the part :math:`\beta` of the distance. The sum of center and replicas is conserved, even with unequal work. Sync
     points, and thus validations and checkpoints, show the center. After a sync point, each replica continues to train
@@ -342,7 +344,7 @@ class EASGD(RuleBase[EASGDState]):
     >>> rule = EASGD(beta=0.5)
     >>> params = torch.tensor([1.0])
     >>> state = rule.init(params, FlatLayout([params]))
-    >>> sent = torch.tensor([2.0])  # the other replica stands at 1.0 still
+    >>> sent = torch.tensor([2.0])  # the other replica is still at 1.0
     >>> _ = rule.message_(sent, state)
     >>> received = torch.tensor([0.5])
     >>> state = rule.merge_(sent, received, state, Round(id=0, rank=0, work=(1.0, 1.0)))

@@ -210,10 +210,10 @@ class SaveProgress:
 
 @runtime_checkable
 class SavePolicy(Protocol):
-    """An interface for the choice of moments to save; a policy of your own needs only this method."""
+    """An interface for the choice of moments to save. A policy of your own needs only the method `due`."""
 
     def due(self, progress: SaveProgress) -> bool:
-        """Return whether a save is due now."""
+        """Return whether to save a checkpoint after the step that ``progress`` describes."""
         ...
 
 

@@ -1,6 +1,7 @@
 """Compressions of messages: by codes of fewer bits, by the largest elements, or by thin matrices.
 
-The error of one message, the residual, is added to the next one. `encode_` and `decode_` are for pushes to a server.
+The residual (the error of one message) is added to the next message. `encode_` and `decode_` are for pushes to a
+server.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ class TwoBit:
 
     .. math:: q = t\,[v \ge t] - t\,[v \le -t]
 
-    :math:`v` is the gradient plus the residual. One push moves an element by at most the threshold. Where gradients are
-    mostly larger, the residual grows without end; where they are mostly smaller, the element moves rarely.
+    :math:`v` is the gradient plus the residual. One push moves an element by at most the threshold. If gradients are
+    mostly larger than the threshold, the residual grows without end. If they are mostly smaller, the element moves
+    rarely.
 
     Args:
         threshold: :math:`t`, in the units of the gradient. Default 0.5, as in MXNet.
@@ -207,9 +209,9 @@ class TopK:
     def _field_bytes(self, numel: int) -> list[int]:
         """Return the size in bytes of each field of the message for a part of ``numel`` elements.
 
-        A part is divided into sections. The fields are: for each section, where its selected elements begin in the
-        message; the values (with ``bits=2``, the two magnitudes of each block); the indices of the elements within
-        their sections; and with ``bits=2``, the codes.
+        A part is divided into sections. The fields are, one after the other: for each section, the position of its
+        first value among the values; the values of the selected elements (with ``bits=2``, two magnitudes for each
+        block of values); the indices of the selected elements within their sections; and with ``bits=2``, the codes.
         """
         count = self.count(numel)
         sections = -(-numel // _SECTION)
@@ -303,7 +305,10 @@ PUSHES: dict[str, type[Any]] = {"bf16": Bf16, "fp8": Fp8, "int8": Int8, "2bit": 
 
 
 def make_compression(owner: str, compression: object) -> PushCompression | None:
-    """Return the compression with a given short name, with its defaults, or the given compression; None for "none".
+    """Return the compression with a given short name and its default arguments; None for the name "none".
+
+    If ``compression`` is a compression already, return it unchanged. ``owner`` is the class that takes the argument,
+    for error messages.
 
     Raises:
         ValueError: If no compression has this name.
@@ -325,7 +330,7 @@ def make_compression(owner: str, compression: object) -> PushCompression | None:
 
 
 def described(compression: PushCompression | None) -> list[Any] | None:
-    """Describe a compression by values that JSON can hold: its short name and its arguments.
+    """Describe a compression by values that JSON can hold: its short name and its arguments. Return None for None.
 
     >>> described(TwoBit(0.25))
     ['2bit', {'threshold': 0.25}]
@@ -337,9 +342,9 @@ def described(compression: PushCompression | None) -> list[Any] | None:
 
 
 def from_description(description: Sequence[Any] | None) -> PushCompression | None:
-    """Return the compression of which `described` has made this description; None for None.
+    """Return the compression that `described` has described; None for None.
 
-    Raises ValueError or TypeError for any other value.
+    Raises ValueError or TypeError for any value that `described` does not return.
 
     >>> from_description(["topk", {"fraction": 0.5}])
     TopK(fraction=0.5, bits=None)

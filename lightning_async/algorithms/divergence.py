@@ -24,7 +24,7 @@ _SKIPS = 3  # times that gradients are dropped before a severer remedy
 
 
 class Remedy(enum.IntEnum):
-    """A remedy for a signal that is out of bounds, in order of severity."""
+    """A remedy for a signal that is out of bounds. A larger number is a more severe remedy."""
 
     NONE = 0
     LOG = 1  # a warning in the log
@@ -39,7 +39,7 @@ class Remedy(enum.IntEnum):
 
 
 class SignalAlarm(NamedTuple):
-    """A finding: a signal that is out of bounds."""
+    """A report (a finding) that one signal is out of bounds."""
 
     signal: str  # name of the signal
     value: float  # value of the signal
@@ -157,7 +157,7 @@ class History:
 
 
 class Track:
-    """The recent values of one signal, with their median. `add` returns the limit that the new value may not exceed.
+    """The recent values of one signal, with their median. `add` returns the limit that a new value must not exceed.
 
     >>> track = Track(History(window=4, warmup=3))
     >>> [track.add(x, Relative(10.0)) for x in (1.0, 2.0, 3.0, 50.0)]  # at last: 2 + 10 * 1.4826 * 1
@@ -170,7 +170,10 @@ class Track:
         self._sorted: list[float] = []
 
     def add(self, value: float, threshold: Threshold) -> float:
-        """Add ``value`` if it is finite; return the limit for it, which is computed from the earlier values."""
+        """Add ``value`` to the recent values if it is finite; return the limit that ``value`` must not exceed.
+
+        ``threshold`` computes the limit from the earlier values.
+        """
         limit = threshold.limit(*self.median_and_deviation())
         if math.isfinite(value):
             if len(self._values) == self._history.window:
@@ -180,7 +183,7 @@ class Track:
         return limit
 
     def median_and_deviation(self) -> tuple[float, float]:
-        """Return the median of the values, and their median absolute deviation times 1.4826.
+        """Return the median of the recent values, and their median absolute deviation times 1.4826.
 
         While there are fewer values than `History.warmup`, return NaN and 0.
         """
@@ -206,14 +209,14 @@ def climb(start: Remedy, used: Mapping[Remedy, int], tries: Mapping[Remedy, int]
 
 
 class Escalation:
-    """A rank's choice of remedies, which become severer while signals stay out of bounds.
+    """A rank's choice of remedies, which become more severe while signals stay out of bounds.
 
-    When a remedy was tried as often as allowed, the next severer one is chosen. After `History.window` steps without a
-    finding, the choice starts again at the mildest remedy.
+    When a remedy was tried as often as allowed, the next more severe one is chosen. After `History.window` steps in
+    which no signal was out of bounds, the choice starts again at the mildest remedy.
 
     Args:
         remedies: Available remedies.
-        history: Numbers of steps: how long a remedy has to take effect, and after how many steps without a finding the
+        history: Numbers of steps: how long a remedy has to take effect, and after how many steps without an alarm the
             choice starts again.
         max_rollbacks: Largest number of rollbacks in the whole run. Unlike the counts of the other remedies, the count
             of rollbacks never starts again at 0.

@@ -1,4 +1,4 @@
-"""Rules with an outer optimizer, for which the replicas' mean progress is a gradient of the agreed parameters."""
+"""Averaging rules with an outer optimizer, whose gradient is the replicas' mean progress since the last round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NESTEROV = True
 
 
 class DiLoCoState(NamedTuple):
-    """The state of DiLoCo between rounds."""
+    """The state of `DiLoCo` between rounds: the anchor, and the outer momentum or the outer optimizer."""
 
     anchor: Tensor  # the last agreed parameters, flat fp32
     momentum: Tensor  # the outer momentum, flat fp32; empty with an ``outer_optimizer``
@@ -69,9 +69,9 @@ class DiLoCo(DiLoCoBase):
         x_i &\leftarrow x_i + (a - s_i)
 
     :math:`a` is the anchor (the last agreed parameters). :math:`s_i` is the snapshot of replica :math:`i`, :math:`x_i`
-    are its parameters, and :math:`w_i` is its share of the round's work. With
-    :math:`\eta = 1, \mu = 0` this is local SGD. The rule is meant for many local steps per round: with 32 or fewer,
-    plain averaging tends to do better than a momentum of 0.9.
+    are its parameters, and :math:`w_i` is its share of the round's work. With :math:`\eta = 1, \mu = 0` this is local
+    SGD. The rule is meant for many local steps per round: with 32 or fewer, plain averaging tends to do better than a
+    momentum of 0.9.
 
     Args:
         outer_lr: :math:`\eta`, the outer learning rate. Default: 0.7.
@@ -90,7 +90,7 @@ class DiLoCo(DiLoCoBase):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If ``outer_lr`` is not positive, ``outer_momentum`` or ``mixing`` is not in [0, 1), or one of the
-            first three is set together with ``outer_optimizer``, which would ignore it.
+            first three arguments is set together with ``outer_optimizer``, which would ignore it.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
     https://arxiv.org/abs/2311.08105; ``mixing``: Douillard et al., "Streaming DiLoCo with overlapping communication",
@@ -203,7 +203,7 @@ def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) ->
 
 
 class SlowMoState(NamedTuple):
-    """The state of slow momentum between rounds."""
+    """The state of `SlowMo` between rounds: the anchor and the slow momentum."""
 
     anchor: Tensor  # the last agreed parameters, flat fp32
     momentum: Tensor  # in units of gradients, so that it does not depend on the learning rate
@@ -283,7 +283,7 @@ _KNOWN = 10  # number of norms after which the statistics of a replica are known
 
 
 class PenaltyState(NamedTuple):
-    """The state of a pseudo-gradient penalty between rounds."""
+    """The state of `PseudoGradientPenalty` between rounds: the wrapped rule's state, and statistics of norms."""
 
     inner: Any  # the state of the wrapped rule
     norms: Tensor  # count, mean and variance of the norms of this replica's messages, in float64
@@ -390,7 +390,10 @@ class PseudoGradientPenalty(RuleWrapper):
         return super().merge_(sent, received, state, self._heard(round))
 
     def _heard(self, round: Round) -> Round:
-        """Return the round as the wrapped rule sees it: the work and steps of ranks with anomalous messages are 0."""
+        """Return the round as the wrapped rule sees it: the work and the steps of ranks with anomalous messages are 0.
+
+        If all messages are anomalous, return the round unchanged.
+        """
         usual = self._usual(self.rule.weights(round), round)
         if not usual:
             return round

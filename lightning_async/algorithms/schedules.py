@@ -1,4 +1,4 @@
-"""Schedules, which decide when rounds come, as pure functions of one replica's clock.
+"""Schedules, which decide when averaging rounds begin, as pure functions of one replica's clock.
 
 A `Schedule` returns an `Action` for each `ReplicaClock`. `Pace` holds the time of a replica's batch, and `straggler`
 finds the slowest replica and the reason why it is slow.
@@ -40,7 +40,7 @@ class Pace(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """The slowest replica.
+    """The slowest replica, and why it is slow.
 
     >>> str(Straggler("2", 3.0, "data", 0.9))
     'Rank 2 takes 3.0 times as long for a sample as the others do, 90% of it for data'
@@ -140,16 +140,19 @@ class Schedule(Protocol):
 
     @abstractmethod
     def next(self, clock: ReplicaClock) -> Action:
-        """Return the action for the step that follows ``clock``."""
+        """Return the action with which the replica takes its next step.
+
+        ``clock`` is the replica's clock before this step.
+        """
         ...
 
 
 class PeriodicSchedule(Schedule):
-    """A base of schedules that begin a round when a number of steps has passed since the last one."""
+    """A base of schedules that begin a round when a number of steps has passed since the last round."""
 
     @abstractmethod
     def period(self, clock: ReplicaClock) -> int:
-        """Return the number of steps from one round to the next, by ``clock``."""
+        """Return the number of steps from one round to the next, as it follows from ``clock``."""
         ...
 
     def next(self, clock: ReplicaClock) -> Action:
@@ -163,7 +166,7 @@ class DyLU(PeriodicSchedule):
     .. math:: \text{round} \iff h + 1 \ge \max\big(n_{\min}, [\, n\, v / v_{\max} ]\big)
 
     :math:`h` is the number of completed steps since the last round's snapshot, :math:`v` is the recent speed of this
-    replica, and :math:`v_{\max}` is the speed of the fastest. A slow replica takes fewer steps, so that all replicas
+    replica, and :math:`v_{\max}` is that of the fastest replica. A slow replica takes fewer steps, so all replicas
     are ready for the round at about the same time.
 
     Args:
@@ -237,7 +240,7 @@ class EveryNSteps(PeriodicSchedule):
     .. math:: \text{round} \iff h + 1 \ge n
 
     :math:`h` is the number of completed steps since the last round's snapshot. The slowest replica determines when a
-    round comes. A faster replica takes more steps meanwhile, and has a larger weight in the mean.
+    round begins. Until then a faster replica takes more steps, and has a larger weight in the mean.
 
     Args:
         n: Number of local steps per round.
@@ -269,7 +272,7 @@ class EverySeconds(Schedule):
     .. math:: \text{round} \iff t \ge T
 
     :math:`t` is the time since the last committed round. This suits replicas of unequal speed, because no replica's
-    number of steps determines when a round comes.
+    number of steps determines when a round begins.
 
     Args:
         seconds: :math:`T`, seconds from one round to the next.
@@ -326,9 +329,9 @@ class Warmup(Schedule):
     Args:
         schedule: Schedule after the warm-up.
         steps: Length of the warm-up in optimizer steps. Default: None.
-        epochs: Length of the warm-up in epochs. Default: None. Exactly one of the two must be given.
+        epochs: Length of the warm-up in epochs. Default: None. Exactly one of ``steps`` and ``epochs`` must be given.
         warmup_sync_every: :math:`k`, number of local steps from one round to the next during the warm-up. Default:
-            None, averaged gradients in place of rounds.
+            None, which means synchronous steps in place of rounds.
 
     Raises:
         TypeError: If ``schedule`` is no schedule, or a number is no int.

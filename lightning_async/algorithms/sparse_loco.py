@@ -14,7 +14,7 @@ from lightning_async.flat import FlatLayout
 
 
 class SparseLoCoState(NamedTuple):
-    """The state of SparseLoCo between rounds."""
+    """The state of `SparseLoCo` between rounds: the anchor, the residual, and the snapshot."""
 
     anchor: Tensor  # the last agreed parameters, flat fp32
     error: Tensor  # residual: decayed sum of what this replica's messages did not send
@@ -51,12 +51,12 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
     >>> rule = SparseLoCo(decay=0.5)
     >>> params = torch.tensor([1.0, 1.0])
     >>> state = rule.init(params, FlatLayout([params]))
-    >>> sent = torch.tensor([0.0, 0.5])  # one replica, and where its local steps have moved it
-    >>> _ = rule.message_(sent, state)
-    >>> sent[1] = 0.0  # of [1.0, 0.5] the largest element travels
+    >>> sent = torch.tensor([0.0, 0.5])  # the parameters of the only replica, after its local steps
+    >>> _ = rule.message_(sent, state)  # sent is now [1.0, 0.5]
+    >>> sent[1] = 0.0  # compression sends only the largest element
     >>> received = sent.clone()
     >>> state = rule.merge_(sent, received, state, Round(id=0, rank=0, work=(1.0,)))
-    >>> sent, received, state.error
+    >>> sent, received, state.error  # the snapshot, the target, and the unsent 0.5 times decay
     (tensor([0.0000, 0.5000]), tensor([0., 1.]), tensor([0.0000, 0.2500]))
     """
 
@@ -99,5 +99,8 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
         return state
 
     def state_dict(self, state: SparseLoCoState) -> dict[str, Any]:
-        """Return the anchor and the residual by name; the snapshot is not saved, as a resumed run takes a new one."""
+        """Return the anchor and the residual by name.
+
+        The snapshot is not saved, because a resumed run takes a new one.
+        """
         return {"anchor": state.anchor, "error": state.error}

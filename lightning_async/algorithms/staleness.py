@@ -28,12 +28,12 @@ Form = Literal["exponential", "inverse", "sqrt", "linear"]
 
 
 class PushFacts(NamedTuple):
-    """The facts of a push that a server knows before applying it; each shard measures its own.
+    """The facts of a push that a server knows before it applies the push. Each server measures them for its own shard.
 
     Args:
-        lag: Staleness: number of updates since the worker pulled the weights for which its gradient was computed.
+        lag: Staleness: number of updates since the worker pulled the weights for which it computed the gradient.
         moved: Norm of the weights' change since that pull; 0 where ``lag`` is 0. Default 0.
-        typical: Running mean of the norm of an update; 0 before the first. Default 0.
+        typical: Running mean of the norm of an update; 0 before the first update. Default 0.
         norm: Norm of the gradient. Default 0.
     """
 
@@ -63,8 +63,8 @@ class StalenessPolicy:
     """
 
     measures: frozenset[str] = frozenset()
-    """The fields of `PushFacts` that must be measured: ``"moved"`` (with ``"typical"``) and ``"norm"``. With the first,
-    the server keeps the weights that each worker has pulled."""
+    """The fields of `PushFacts` that must be measured: ``"moved"`` (with ``"typical"``) and ``"norm"``. With
+    ``"moved"``, the server keeps the weights that each worker has pulled."""
     decay: float = 0.99  # decay of the running mean ``typical``
     adjusts: bool = False
     """Whether `adjust_` is called; then the server keeps the weights that each worker has pulled."""
@@ -101,10 +101,10 @@ class StalenessPolicy:
 
 @runtime_checkable
 class GradientCorrection(Protocol):
-    """An interface for corrections of late gradients."""
+    """An interface for corrections of gradients that are one step late: the parameters have changed since."""
 
     def correct_(self, gradient: Tensor, moved: Tensor) -> None:
-        """Correct a gradient in place.
+        """Correct a late gradient in place.
 
         Args:
             gradient: Mean of all replicas' gradients, flat and fp32.
@@ -138,7 +138,7 @@ def register_policy(name: str, *arguments: Any) -> Callable[[PolicyClass], Polic
     """Register the decorated class under a short name, which is then valid for ``staleness=`` of the strategy.
 
     Args:
-        name: Short name that no other class has. Defining the same class again, as in a notebook, is allowed.
+        name: Short name that no other class has. To define the same class again, as in a notebook, is allowed.
         *arguments: Arguments with which the class is called to make the policy of this name.
 
     Raises:
@@ -316,7 +316,7 @@ class Buffered(PolicyWrapper):
     .. math:: x_{t+1} = \mathrm{Opt}\Big(x_t,\; \frac{1}{K} \sum_{k=1}^{K} w_k\, g_k\Big)
 
     ``Buffered(K, AdaptiveLr(form="sqrt"))`` is FedBuff. ``Buffered(K, Bounded(1))`` is Rennala SGD, which takes only
-    gradients of the newest weights. The lag counts updates, so it is :math:`K` times shorter than in pushes.
+    gradients of the newest weights. The lag counts updates and not pushes, so it is :math:`K` times smaller.
 
     Args:
         buffer_size: :math:`K`, number of pushes in an update. Default: 10.
@@ -602,11 +602,11 @@ class WeightPrediction(StalenessPolicy, Prediction):
 
 
 def auto(optimizer: str, arguments: Mapping[str, Any] | None = None) -> StalenessPolicy:
-    """Return the policy that suits an optimizer: gap-aware DANA for SGD with momentum, gap-aware rates for others.
+    """Return the policy that suits an optimizer: gap-aware DANA for SGD with momentum, gap-aware rates for all others.
 
     Args:
-        optimizer: Name of the optimizer's class, or ``"delta"``.
-        arguments: Arguments of its constructor. Default: none.
+        optimizer: Name of the optimizer's class, or ``"delta"`` for a server that adds pushes to the weights.
+        arguments: Arguments of the optimizer's constructor. Default: None, none are known.
 
     >>> auto("SGD", {"lr": 0.1, "momentum": 0.9})
     Dana(policy=GapAware(scales='gradient', decay=0.99))
@@ -620,12 +620,12 @@ def auto(optimizer: str, arguments: Mapping[str, Any] | None = None) -> Stalenes
 
 
 def momentum_warning(policy: StalenessPolicy, optimizer: str, arguments: Mapping[str, Any] | None = None) -> str | None:
-    """Return a warning where an optimizer has momentum and the policy corrects no staleness; else None.
+    """Return a warning if an optimizer has momentum and the policy does not correct staleness; otherwise None.
 
     Args:
         policy: Policy of the server.
         optimizer: Name of the optimizer's class.
-        arguments: Arguments of its constructor. Default: none.
+        arguments: Arguments of the optimizer's constructor. Default: None, none are known.
 
     >>> momentum_warning(NoCorrection(), "SGD", {"momentum": 0.9})
     "`SGD(momentum=0.9)` with `staleness='none'`: ..."
@@ -644,16 +644,19 @@ def make_policy(
     optimizer: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> StalenessPolicy:
-    """Return a policy by its short name, or from its description; return a policy as it is.
+    """Return a policy by its short name, or from its description.
+
+    If ``policy`` is a policy already, return it unchanged.
 
     Args:
-        policy: One of `NAMES` or ``"auto"``, a policy, or a result of `described`.
-        optimizer: Name of the optimizer's class, for ``"auto"`` only. Default: none.
-        arguments: Arguments of its constructor, for ``"auto"`` only. Default: none.
+        policy: A name in `NAMES`; ``"auto"`` for the policy that `auto` chooses for the optimizer; a policy; or a
+            description that `described` has returned.
+        optimizer: Name of the optimizer's class, needed for ``"auto"`` only. Default: None.
+        arguments: Arguments of the optimizer's constructor, used for ``"auto"`` only. Default: None, none are known.
 
     Raises:
         ValueError: If no policy has this name.
-        TypeError: If ``policy`` is none of these, or its arguments are wrong.
+        TypeError: If ``policy`` is none of these, or the policy's arguments are wrong.
 
     >>> make_policy("fedbuff").buffer_size
     10
@@ -687,7 +690,7 @@ def described(policy: StalenessPolicy) -> dict[str, Any]:
     """Describe a policy by values that JSON can hold: its class and its arguments.
 
     Raises:
-        TypeError: If another process could not make the policy from its description.
+        TypeError: If another process could not make an equal policy from the description.
 
     >>> described(Bounded(8))
     {'policy': 'Bounded', 'arguments': {'max_staleness': 8}}

@@ -43,49 +43,63 @@ class Probe:
     measures = False
 
     def begin_period(self, optimizers: Sequence[Any]) -> None:
-        """Begin to measure for the next decision."""
+        """Begin the measurement on which the policy's next decision will be based."""
 
     def begin_batch(self) -> None:
-        """Prepare the measurement for a batch."""
+        """Record that the training step of a batch begins."""
 
     def before_backward(self, scale: float) -> None:
-        """Note that a backward pass begins, of the batch's mean loss multiplied by ``scale``."""
+        """Record that a backward pass begins; its loss is a batch's mean loss, multiplied by ``scale``."""
 
     def after_backward(self, ends: bool) -> None:
-        """Note that a backward pass has ended; ``ends`` says whether it was the last one before an optimizer step."""
+        """Record that a backward pass has ended; ``ends`` says whether it was the last one before an optimizer step."""
 
     def before_step(self) -> None:
-        """Note that an optimizer step begins; the parameters hold the gradients that it uses."""
+        """Record that an optimizer step begins; the parameters' ``.grad`` has the gradients that the step uses."""
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
-        """End a window; ``is_full`` says whether the window had its planned size and batches of equal size.
+        """Record that an accumulation window has ended.
 
-        ``small_size`` is the number of samples in one batch of this rank. ``big_size`` is the number of samples in the
-        window, over all ranks whose gradients are averaged.
+        Args:
+            is_full: Whether the window had its planned size, and batches of equal size.
+            small_size: Number of samples in one batch of this rank.
+            big_size: Number of samples in the window, over all ranks whose gradients are averaged.
         """
 
     def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
-        """Return the period's results as fields of `WindowProgress`; ``mean`` averages over ranks in lockstep."""
+        """Return the measurements since `begin_period`, as fields of `WindowProgress`.
+
+        ``mean`` is a function that averages a number over all ranks. If ranks are not in lockstep, it returns the
+        number itself.
+        """
         return {}
 
     def close(self) -> None:
-        """Remove all hooks from the parameters."""
+        """Remove the probe's hooks from the parameters."""
 
     def keep(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the state of this moment. It may wait for a GPU; `keep` itself does not."""
+        """Return a function that, whenever it is called, returns the probe's state as it was when `keep` was called.
+
+        The function may wait for a GPU; `keep` itself does not wait.
+        """
         return dict
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state. `keep` returns a function, and this function has returned the state."""
+        """Restore a state that was returned by the function that `keep` returned."""
 
 
 class NoiseProbe(Probe):
     """A measurement of squared gradient norms, of single batches and of whole windows.
 
     `estimate` computes the noise of gradients from the two. A hook of each parameter measures a batch's gradient before
-    autograd adds it to the gradients of earlier batches, so no copy is kept. With ``arrive``, the strategy averages a
-    window's gradients over ranks in the background. Then a window's mean is measured when the strategy puts it into the
-    gradients, which may be one window later.
+    autograd adds it to the gradients of earlier batches, so no copy is kept.
+
+    Args:
+        decay: Decay of the running means in the noise scale.
+        precision: Precision plugin, whose factor of the loss is divided out.
+        arrive: Whether the strategy averages a window's gradients over ranks in the background. Then a window's mean
+            gradient is measured when the strategy puts it into ``.grad``, which may be one window later. Default:
+            False.
     """
 
     measures = True
@@ -111,7 +125,7 @@ class NoiseProbe(Probe):
         self._sizes = (0.0, 0.0)
 
     def begin_period(self, optimizers: Sequence[Any]) -> None:
-        """Begin a period, and register hooks of parameters that were unfrozen during the previous period."""
+        """Begin a measurement, and register hooks of parameters that were unfrozen since the last one began."""
         self._optimizers = optimizers
         for optimizer in optimizers:
             for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -203,8 +217,8 @@ class NoiseProbe(Probe):
 class TimesProbe(Probe):
     """A measurement of the time of a batch's training, and of the time between backward pass and optimizer step.
 
-    The last batch of a window is timed until the optimizer's step, all others until their backward pass has ended. The
-    difference of the two medians is the time between backward pass and step.
+    A window's last batch is timed until the optimizer step begins. All other batches are timed until their backward
+    pass has ended. The difference of the two medians is the time between backward pass and step.
     """
 
     measures = True
@@ -256,7 +270,10 @@ class TimesProbe(Probe):
 
 
 def probe_of(policy: AccumulationPolicy, strategy: Any, arrive: bool) -> Probe:
-    """Return the probe that measures what ``policy`` needs. ``arrive`` is passed on to `NoiseProbe`."""
+    """Return the probe that measures what ``policy`` needs.
+
+    ``arrive`` says whether the strategy averages gradients in the background; see `NoiseProbe`.
+    """
     measures = getattr(policy, "measures", "nothing")
     if measures == "noise":
         return NoiseProbe(getattr(policy, "decay", 0.9), strategy.precision_plugin, arrive)
@@ -273,11 +290,11 @@ _SEEN: dict[str, Any] = {"noise": Noise, "times": Times}
 
 
 class Sizes:
-    """The sizes of the windows of one fit, as the callback's policy chooses them.
+    """The sizes of the accumulation windows of one fit, as the callback's policy chooses them.
 
-    If the engine averages the gradients, each rank sends its sizes with them. The factor of learning rates then depends
-    on the number of samples on all ranks. If the policy chooses a size from measurements, all ranks use the size that
-    the first rank has chosen, one window later. ``probe`` measures what the policy needs.
+    If the engine averages the gradients, each rank sends its window size with them, and the factor of learning rates
+    depends on the number of samples on all ranks. If the policy also chooses a size from measurements, all ranks use
+    the size that the first rank has chosen, one window later. ``probe`` measures what the policy needs.
     """
 
     def __init__(self, callback: Any, trainer: Any, probe: Probe) -> None:
@@ -318,21 +335,25 @@ class Sizes:
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
     def tell(self) -> None:
-        """Send the window sizes to all ranks with this rank's next gradients, if the engine averages gradients."""
+        """Send this rank's window size to all ranks with its next gradients, if the engine averages gradients."""
         if (gradients := self._strategy.gradients) is not None:
             gradients.asks = self._base, self._wanted
 
     @property
     def _told(self) -> Any:
-        """The values that all ranks have sent with the gradients of the current step; see `GradientsMean`.
+        """The values that ranks have sent with the gradients of the current step; see `GradientsMean`.
 
-        None if the step uses only this rank's gradients, or if not the engine but DDP or Horovod averages them.
+        None if the step uses this rank's gradients only, or if DDP or Horovod averages the gradients, and not the
+        engine.
         """
         gradients = self._strategy.gradients
         return None if gradients is None else gradients.told
 
     def hear(self) -> None:
-        """Use the window sizes and the number of samples that all ranks have sent with the current step's gradients."""
+        """Take over the window size and the number of samples that arrived with the current step's gradients.
+
+        They are the same on all ranks.
+        """
         told = self._told
         self.arrived = 0.0 if told is None else told.samples
         if told is not None and told.size:
@@ -341,7 +362,10 @@ class Sizes:
                 self._size = int(told.size)
 
     def lr_factor(self, samples: float) -> float:
-        """Return the factor of learning rates in the current step, which has ``samples`` samples on this rank."""
+        """Return the factor by which learning rates are multiplied in the current step.
+
+        ``samples`` is the number of samples of this rank in the step.
+        """
         if not self._base:
             return 1.0
         scaling = self._callback.lr_scaling
@@ -407,9 +431,9 @@ class Sizes:
             self._size = size
 
     def _unit(self) -> float:
-        """Return the number of samples in one batch of every rank whose gradients are averaged.
+        """Return the number of samples in one batch of all ranks that average their gradients.
 
-        Returns 1 if the policy counts batches.
+        If the policy counts batches, return 1.
         """
         return self._base * self._strategy.num_averaged if self._by_samples else 1.0
 
@@ -546,7 +570,10 @@ class AdaptiveGradientAccumulation(Callback):
         return (before if self._trainer.fit_loop.epoch_loop.batch_progress.total.ready < number else self._keep())()
 
     def _keep(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that later returns the callback's state as it is now, see `Probe.keep`."""
+        """Return a function that, whenever it is called, returns the callback's state as it is now.
+
+        The function may wait for a GPU, see `Probe.keep`.
+        """
         assert self._windows is not None
         probe = self._probe.keep()
         state = {

@@ -148,9 +148,9 @@ def _check_servers(callback: Any, strategy: Any) -> None:
 def check_target(callback: Any, rank: int, size: int, ranks: int, began: bool) -> None:
     """Raise ValueError if ``size`` samples cannot be divided into equal batches.
 
-    ``size`` must be a multiple of the callback's ``base_batch_size`` times ``ranks``. ``began`` says that training
-    begins. If it is False, the number of ranks has changed during training, and there is only a warning: a lost rank
-    must not end training.
+    ``size`` must be a multiple of the callback's ``base_batch_size`` times ``ranks``. ``began`` is True when training
+    begins. If it is False, the number of ranks has changed during training. Then there is only a warning, because a
+    lost rank must not end training.
     """
     base = callback.base_batch_size
     unit = base * ranks
@@ -160,7 +160,7 @@ def check_target(callback: Any, rank: int, size: int, ranks: int, began: bool) -
     # Training must not end because a rank was lost, so the target is met as closely as possible.
     if not began:
         log.warning(
-            "Rank %d: %d ranks average their gradients now, so that steps have multiples of %d samples: as near to "
+            "Rank %d: %d ranks average their gradients now, so a step has a multiple of %d samples: as near to "
             "`target_batch_size=%d` as can be.", rank, ranks, unit, size,
         )  # fmt: skip
         return
@@ -205,7 +205,7 @@ class TemporaryRates:
 
     @torch.no_grad()
     def multiply(self, optimizer: Any, factor: float) -> None:
-        """Multiply an optimizer's learning rates by ``factor`` for its next step; skip parameter groups without one."""
+        """Multiply an optimizer's learning rates by ``factor`` for its next step; skip groups without a rate."""
         self._put_back()
         for group in optimizer.param_groups if factor != 1.0 else ():
             lr = group.get("lr")

@@ -19,7 +19,7 @@ from lightning_async.trainer.strategy_view import view_of
 
 
 def check_trainer(callback: Any, trainer: Any) -> None:
-    """Raise ValueError, with the remedy, if the strategy or another setting does not allow batches of unequal size."""
+    """Raise ValueError if the strategy or another setting does not allow batches of unequal size."""
     owner = type(callback).__name__
     strategy = trainer.strategy
     name = type(strategy).__name__
@@ -44,7 +44,7 @@ def check_trainer(callback: Any, trainer: Any) -> None:
         raise ValueError(f"`Trainer(overfit_batches={trainer.overfit_batches})` beside `{owner}`: leave one out.")
 
 
-# Ranks in step look for better sizes at most this many times less often while sizes are right.
+# Largest factor by which ranks in lockstep lengthen the interval between checks while sizes stay right.
 _PATIENCE = 16
 
 
@@ -54,9 +54,9 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
     .. math:: n_i = \operatorname{clip}\Big(\lambda v_i,\; n_{\min},\; n_{\max}\Big), \qquad \sum_i n_i = n
 
     :math:`v_i` is the recent speed of rank :math:`i` in samples per second. :math:`n` is the number of samples in a
-    step, over all ranks, which stays the same; the factor :math:`\lambda` makes the sizes add up to it. For example,
-    one of four ranks is 3 times slower than the others. It gets 1 sample of a step while the others get 3 each, so a
-    step of 10 samples takes as long as a step of 4 samples takes with equal batches. Each sample is trained on once in
+    step over all ranks, and stays the same. The factor :math:`\lambda` makes the sizes add up to :math:`n`. Suppose
+    that one of four ranks is 3 times slower than the others: it gets 1 sample of a step while each other rank gets 3.
+    Such a step of 10 samples takes as long as a step of 4 samples with equal batches. Each sample is trained on once in
     an epoch, without a sampler's padding, and has the same weight.
 
     The first epoch begins with equal batches. Sizes change at the beginning of an epoch, and within it at a sync
@@ -126,7 +126,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
     @property
     def batch_sizes(self) -> dict[str, int]:
-        """Number of samples in each rank's batch, by the rank's stable id; empty with a single rank."""
+        """The number of samples in each rank's batch, by the rank's stable id; empty with a single rank."""
         return {} if self._balancing is None else dict(self._balancing.sizes)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -218,11 +218,11 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
             self.call_together()
 
     def _looks(self, every: int, trainer: Any, balancing: Balancing) -> bool:
-        """Return whether this rank asks for a sync point at which all ranks choose batch sizes.
+        """Return whether this rank requests a sync point at which all ranks choose batch sizes.
 
-        Ranks in lockstep all ask after the same number of batches, so that no step lacks one of them. Among
-        asynchronous replicas, rank 0 asks if other sizes would shorten a step. Any other rank asks once, after it ran
-        out of memory.
+        Ranks in lockstep all request it after the same number of batches, so every rank takes part in each step. Among
+        asynchronous replicas, rank 0 requests it if other sizes would shorten a step. Any other rank requests it once,
+        after it ran out of memory. ``every`` is the number of batches between two checks.
         """
         strategy = trainer.strategy
         if strategy.in_step if strategy.in_windows else strategy.averages_gradients:
@@ -235,7 +235,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
     @property
     def _room(self) -> int | None:
-        """Largest number of samples that this rank trains on at once after it ran out of memory; None before."""
+        """The largest number of samples that this rank trains on at once after it ran out of memory; None before."""
         return None if self._windows is None or self._windows.pieces is None else self._windows.pieces.most
 
     def decide(self, world: LightningCollectives) -> bool:
@@ -252,9 +252,9 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until the GPU has done the batch's work, so that the batch's measured time includes this work.
+    """Wait until the GPU has done a batch's work, so the measured time of the batch includes this work.
 
-    Then the time of the following collective is only time in which this rank waits for other ranks.
+    The time of the collective that follows is then only the time in which this rank waits for other ranks.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Checkpoints that do not stall training, are verified, and from which `fit` resumes by itself."""
+"""Verified checkpoints that do not stall training, and from which `fit` resumes by itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,20 @@ _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 def save_policy(
     owner: str, save: SavePolicy | None, steps: int | None, interval: timedelta | None = None
 ) -> SavePolicy:
-    """Return the policy for a callback's arguments; raise TypeError or ValueError for bad ones."""
+    """Return the save policy that a callback's arguments describe.
+
+    If several of them are given, a save is due when any of them is due. Without any, return ``Adaptive()``.
+
+    Args:
+        owner: Name of the callback's class, for error messages.
+        save: Policy, or None.
+        steps: Number of optimizer steps from one save to the next, or None.
+        interval: Time from one save to the next. Default: None.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A number or time is out of range.
+    """
     policies: list[SavePolicy] = [] if save is None else [save]
     if steps is not None:
         check_number(owner, "every_n_train_steps", steps, at_least=1)
@@ -57,10 +70,10 @@ def save_policy(
 class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
     """A callback that saves everything for an exact resume, while training continues; `fit` resumes by itself.
 
-    State is copied into the memory of another process, which writes it. Training stands still for the copy only, and a
-    copy is written even if training is killed. A checkpoint is a directory ``dirpath/000017-step-1200``, which exists
-    as a whole or not at all. Before a resume, every byte of the checkpoint is verified. Damaged checkpoints are
-    renamed, and the newest undamaged one is taken. Reading files executes no code in them, unless ``objects="pickle"``.
+    State is copied into the memory of another process, which writes it. Training pauses only for the copy, and a copy
+    is written even if training is killed. A checkpoint is a directory ``dirpath/000017-step-1200``, which exists
+    completely or not at all. Before a resume, every byte of the checkpoint is verified. Damaged checkpoints are
+    renamed, and the newest undamaged one is used. Reading files executes no code in them, unless ``objects="pickle"``.
 
     A checkpoint holds each rank's parameters, optimizers, schedulers, scaler, loops, callbacks, random states, data
     loader positions and accumulated gradients. Training after a resume is bit-equal with uninterrupted training, for a
@@ -78,10 +91,10 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         keep: Policy that says which checkpoints to keep. Default: ``Latest(2)``. The newest, the last good one and the
             one resumed from are always kept.
         recover: Checkpoint from which a plain ``trainer.fit(model)`` resumes: ``"auto"`` (default) or ``"latest"``, the
-            newest complete one; ``"best"`` by the `Best` policy in ``keep``; ``"last_good"``; ``"step=N"``; None: begin
-            from scratch.
+            newest complete one; ``"best"``, by the `Best` policy in ``keep``; ``"last_good"``; ``"step=N"``; or None:
+            training begins from scratch.
         busy: Handling of a save that is due while the last one is still being written: ``"latest"`` (default) saves as
-            soon as that is done, ``"skip"`` drops the new save, and with ``"wait"`` training waits for the last one.
+            soon as the last one is written, ``"skip"`` drops the new save, and with ``"wait"`` training waits.
         buffers: Number of copies of the state in memory, 1 or 2. Default: 2.
         max_failures: Number of failed saves in a row after which training ends with an error. Default: 3.
         good_after: With a `DivergenceMonitor`, number of steps without an alarm after which a checkpoint is good.
@@ -205,10 +218,10 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The path that Lightning takes for ``ckpt_path="best"``, and for evaluation without a model.
+        """The path that Lightning uses for ``ckpt_path="best"``, and for evaluation without a model.
 
-        It is the best checkpoint by the `Best` policy in ``keep``, or the newest one without such a policy; ``""`` if
-        there is none.
+        It is the path of the best checkpoint by the `Best` policy in ``keep``. Without such a policy, it is the path of
+        the newest checkpoint. It is ``""`` if there is no checkpoint.
         """
         best = self.settings.best
         found = candidates(CheckpointStore(self.settings.dirpath).entries(), "best" if best else "latest", best)

@@ -96,7 +96,7 @@ def _cut(scheduler: Any, factor: float) -> None:
 
 
 def sync_more(averager: Any) -> Callable[[], None]:
-    """Make an averager's rounds twice as frequent; return a function that restores its schedule."""
+    """Make an averager's rounds twice as frequent; return a function that restores the averager's schedule."""
     schedule = averager.schedule
     averager.schedule = Denser(schedule)
 
@@ -110,7 +110,7 @@ def sync_more(averager: Any) -> Callable[[], None]:
 def call_unfit(replica: Any) -> Callable[[], None]:
     """Mark this replica as unfit; return a function that removes the mark.
 
-    At the next sync point an unfit replica takes over the other replicas' model, and its optimizers begin without
+    At the next sync point an unfit replica takes over the other replicas' model, and its optimizers start without
     state. Its own parameters do not enter the mean.
     """
     watched = replica.watched
@@ -143,12 +143,13 @@ class DivergenceMonitor(CollectiveCallback, Callback):
 
     All ranks apply the same remedy at the same step, and none waits for another. Ranks in lockstep exchange a few
     numbers in the background and read them one step later. An asynchronous replica that needs a remedy of all ranks
-    calls them to a sync point. Checks of gradients and parameters take less than 1% of the time, so with small batches
-    not every step is checked. Numbers on a GPU are read one step later. A gradient scaler continues to skip steps.
+    calls all ranks to a sync point. Checks of gradients and parameters take less than 1% of the time, so with small
+    batches not every step is checked. Numbers on a GPU are read one step later. A gradient scaler continues to skip
+    steps.
 
     Args:
-        signals: Signals to watch. Default: all of "loss", "gradient_norm", "parameters", "optimizer_state",
-            "loss_variance" (over replicas), "replica_spread" (at the last round).
+        signals: Names of the signals to watch. Default: all of "loss", "gradient_norm", "parameters",
+            "optimizer_state", "loss_variance" (over replicas), "replica_spread" (at the last round).
         alert_threshold: Threshold of all signals, or a mapping by signal (other signals keep `Relative()`). A number
             means `Absolute`.
         remedies: Names of the remedies to use. Default: all that are possible.
@@ -222,7 +223,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
 
     @property
     def clean_steps(self) -> int:
-        """Number of batches since a signal was last out of bounds. It decides which checkpoints are good.
+        """The number of batches since a signal was last out of bounds. It decides which checkpoints are good.
 
         Some signals are read one step late, so call a state good only if this number is 3 or more. Ranks in lockstep
         have the same number. Each asynchronous replica has its own.
@@ -249,7 +250,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         self._trainer = trainer
         asynchronous = isinstance(self._council, SyncPointAgreement)
         alone = not asynchronous and not isinstance(self._council, LockstepAgreement)
-        # Replicas with windows meet at sync points as asynchronous ones do, but all take every step.
+        # Replicas with windows have sync points as asynchronous replicas do, but all take every step.
         windows = updates_of(trainer) is not None
         # Parameter servers hold one model, to which each worker pushes by itself.
         self._served = view_of(trainer.strategy).served
@@ -331,7 +332,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         if here and wanted is not Remedy.NONE:
             self._escalation.note(wanted)
             self._to_skip = self.skip_batches if wanted is Remedy.SKIP and not observer.dropped else self._to_skip
-        # A request stays until all ranks have met, which may take some batches.
+        # A request stays until all ranks are at a sync point, which may take some batches.
         kept = self._asked if isinstance(council, SyncPointAgreement) else Remedy.NONE
         self._asked = kept if here else max(wanted, kept)
         if self._asked is Remedy.RESET and averager is not None:
@@ -358,9 +359,10 @@ class DivergenceMonitor(CollectiveCallback, Callback):
                 log.exception("Rank %d: `DivergenceMonitor(alert=...)` failed; training goes on.", alarm.rank)
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Apply the most severe remedy that any rank requests; return whether the model was replaced.
+        """Apply the most severe remedy that any rank requests; return whether a rollback has replaced the model.
 
-        Before this, replicas whose parameters are not finite have copied the model of another replica.
+        All ranks call this together, at a sync point. Before the call, replicas whose parameters are not finite have
+        copied the model of another replica.
         """
         trainer = self._trainer
         asked = self._asked

@@ -37,34 +37,34 @@ def severest(rows: Sequence[Row]) -> Remedy:
 
 
 class RemedyAgreement:
-    """An exchange of rows, from which all ranks choose the same remedy at the same step.
+    """An exchange of rows (`Row`: each rank's numbers of a step), from which all ranks choose the same remedy.
 
-    It is the most severe remedy that any rank requests. This base class is for a single rank.
+    The chosen remedy is the most severe one that any rank requests. This base class is for a single rank.
     """
 
     def hear(self) -> list[Row]:
-        """Return the rows (each rank's signals of a step) that have arrived. All ranks get the same rows.
+        """Return the rows that have arrived, one from each rank; the list is empty if none have arrived.
 
-        The list is empty if no rows have arrived.
+        All ranks get the same rows.
         """
         return []
 
     def say(self, row: Row) -> list[Row]:
-        """Send this rank's row to the other ranks. If there are none, return the row at once; otherwise return no row.
+        """Send this rank's row to the other ranks, and return an empty list: `hear` returns all rows later.
 
-        `hear` returns the rows of all ranks later.
+        If there are no other ranks, return the row at once.
         """
         return [row]
 
     def close(self) -> None:
-        """Close the connection to the other ranks."""
+        """Close the channel through which ranks exchange rows, if there is one."""
 
 
 class SyncPointAgreement(RemedyAgreement):
-    """The agreement of asynchronous replicas on a remedy, which is applied at a sync point.
+    """The agreement of asynchronous replicas on a remedy, which they apply at a sync point.
 
-    A replica that requests a remedy asks all ranks to come to a sync point, by `call_together` of ``callback``. The
-    ranks send their losses in the headers of the strategy's sync points.
+    A replica that requests a remedy calls all ranks to a sync point with ``callback.call_together()``. The ranks send
+    their losses in the headers of the strategy's sync points.
     """
 
     def __init__(self, callback: Any, strategy: Any) -> None:
@@ -86,7 +86,8 @@ class SyncPointAgreement(RemedyAgreement):
 class LockstepAgreement(RemedyAgreement):
     """The agreement on a remedy of ranks that take every step together.
 
-    The ranks exchange rows (each rank's signals of a step) by ``lagged``, which returns them one step later.
+    The ranks exchange rows (`Row`: each rank's numbers of a step) through ``lagged``, which delivers them one step
+    later.
     """
 
     def __init__(self, lagged: DelayedGather) -> None:
@@ -105,7 +106,7 @@ class LockstepAgreement(RemedyAgreement):
 
 
 def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
-    """Return the `RemedyAgreement` by which the ranks agree on a remedy, suited to the Trainer's strategy.
+    """Return the `RemedyAgreement` for the Trainer's strategy, by which the ranks choose a common remedy.
 
     All ranks call this together, when training begins.
 
@@ -124,10 +125,10 @@ _SAMPLE = 1024
 
 @torch.no_grad()
 def norm(tensors: Iterable[Tensor]) -> Tensor | None:
-    r"""Return the norm of all elements, :math:`\sqrt{\sum_k \lVert x_k \rVert^2}`, on their device.
+    r"""Return the norm of all elements, :math:`\sqrt{\sum_k \lVert x_k \rVert^2}`; None if there are no tensors.
 
-    The norm is finite exactly if all elements are, unless fp32 overflows. On a GPU this does not wait. The result is
-    None if there are no tensors.
+    The norm is on the device of the tensors, and on a GPU this does not wait. The norm is finite exactly if all
+    elements are, unless fp32 overflows.
 
     >>> norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float64)])
     tensor(5.)
@@ -146,9 +147,9 @@ def norm(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor that are on this rank, as a dense tensor of real numbers.
+    """Return the values of a tensor that this rank holds, as a dense tensor of real numbers.
 
-    They are the shard of a sharded tensor, and the stored values of a sparse one.
+    Of a sharded tensor, they are this rank's shard. Of a sparse tensor, they are the stored values.
     """
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()  # type: ignore[operator]
@@ -165,8 +166,8 @@ def gradients(optimizer: Any) -> list[Tensor]:
 def sample(optimizer: Any) -> list[Tensor]:
     """Return the first elements of an optimizer's first gradient and of its last one.
 
-    They are checked at steps at which not all gradients are. A value that is not finite in any later layer reaches the
-    first gradient in the backward pass.
+    At steps at which not all gradients are checked, these elements are checked. A non-finite value in any later layer
+    reaches the first gradient in the backward pass.
     """
     groups = optimizer.param_groups
     first = next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
@@ -176,7 +177,7 @@ def sample(optimizer: Any) -> list[Tensor]:
 
 
 def parameters(module: Any) -> Iterator[Tensor]:
-    """Yield the parameters that are floating-point or complex."""
+    """Yield the parameters of a module that are floating-point or complex."""
     return (p for p in module.parameters() if p.is_floating_point() or p.is_complex())
 
 
@@ -230,12 +231,12 @@ class StepMetrics:
 
 
 class SamplingBudget:
-    r"""A budget for checks: the interval in steps at which checks take a ``share`` of the training time.
+    r"""A budget for checks: the interval in steps at which checks take a given share of the training time.
 
     .. math:: n = \lceil t_\text{look} / (s\, t_\text{step}) \rceil
 
-    :math:`t_\text{look}` and :math:`t_\text{step}` are the durations of a check and of a step, and :math:`s` is the
-    share.
+    :math:`t_\text{look}` is the duration of a check, :math:`t_\text{step}` is the duration of a step, and :math:`s` is
+    the share.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -257,7 +258,7 @@ class SamplingBudget:
 
     @property
     def every(self) -> int:
-        """Number of steps from one check to the next; 1 while times are unknown."""
+        """The number of steps from one check to the next; 1 while the durations are unknown."""
         if not self._step_s or not self._look_s:
             return 1
         return max(1, math.ceil(self._look_s / (self._share * self._step_s)))
@@ -273,7 +274,14 @@ _SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")
 
 
 class SignalTracker:
-    """The signals of one rank; with ``skips``, it drops non-finite gradients before the optimizer uses them."""
+    """The signals of one rank: they are measured at each step and compared with their thresholds.
+
+    Args:
+        signals: Names of the signals to watch.
+        thresholds: Threshold of each signal, by name.
+        history: Numbers of recent values on which relative thresholds are based.
+        skips: Whether non-finite gradients are dropped before the optimizer uses them.
+    """
 
     def __init__(
         self, signals: Collection[Signal], thresholds: Mapping[str, Threshold], history: History, skips: bool
@@ -326,7 +334,7 @@ class SignalTracker:
             self._suspicious |= known and not math.isfinite(float(loss.detach()))
 
     def before_step(self, trainer: Any, optimizer: Any) -> bool:
-        """Check the gradients that this optimizer is about to use; return whether to drop them."""
+        """Check the gradients that ``optimizer`` is about to use; return whether to drop them."""
         # A gradient scaler skips such steps itself, and needs to see them to find its scale.
         if scaler_of(trainer.precision_plugin) is not None:
             return False
@@ -362,7 +370,10 @@ class SignalTracker:
         return False
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any) -> list[SignalAlarm]:
-        """Return alarms for signals that are out of bounds, in this batch on the CPU, in the batch before on a GPU."""
+        """Return alarms for the signals that are out of bounds after a batch.
+
+        Signals on the CPU are those of this batch. Signals on a GPU are those of the previous batch.
+        """
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
@@ -409,9 +420,11 @@ class SignalTracker:
     def compare(self, rows: Sequence[Row], summary: Any = None) -> list[SignalAlarm]:
         """Return alarms for the variance of all ranks' losses, and for the distance between replicas at the last round.
 
+        For ranks in lockstep, this also sets the interval between checks of gradients to the longest one of all ranks.
+
         Args:
-            rows: Each rank's signals of a step.
-            summary: Summary of the strategy's rounds. Default: None, there are no rounds.
+            rows: Each rank's numbers of a step.
+            summary: Summary of the strategy's averaging rounds. Default: None, there are no rounds.
         """
         if rows and not self.alone:
             self._every = max(row.every for row in rows)
@@ -427,7 +440,10 @@ class SignalTracker:
 
 
 def _loss_of(outputs: Any, parts: int) -> Tensor | None:
-    """Return the loss of `training_step`, multiplied by ``parts``: Lightning divides it by the accumulated batches."""
+    """Return the loss in a result of `training_step`, multiplied by ``parts``; None if it has no loss.
+
+    Lightning has divided the loss by ``parts``, the number of accumulated batches.
+    """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None

@@ -17,9 +17,11 @@ _EMPTY = (
 
 
 class AveragingMonitor(Callback):
-    """A callback that logs the strategy's running totals after every round, and shows two of them in the progress bar.
+    """A callback that logs the strategy's running totals after every round.
 
-    For each fit, the strategy adds this callback to a Trainer without one. The names of the metrics are:
+    The progress bar shows two of them: the number of rounds (of windows, with `AsyncGradientStrategy`) and the hidden
+    share; with parameter servers, the version of the weights and the lag of pushes. For each fit, the strategy adds
+    this callback to a Trainer that has none. The names of the metrics are:
 
     - ``averaging/rounds``, ``/failed_rounds`` and ``/round_s``: number of rounds, number of failed rounds, and seconds
       per round;
@@ -28,7 +30,7 @@ class AveragingMonitor(Callback):
     - ``/hidden_share``: share of communication that is hidden behind training;
     - ``/spread``: root of the work-weighted mean squared distance of the replicas from their mean, at the last round;
     - ``/samples/own``: samples of this replica; ``/samples/rank_0`` and so on: samples of each replica, as its last
-      header said;
+      message's header said;
     - ``/idle_s``: seconds of waiting at sync points;
     - ``/dropped_gradients``: gradients of this replica that were not finite.
 
@@ -58,9 +60,10 @@ class AveragingMonitor(Callback):
             rank_zero_info(f"Set from measurements ({', '.join(summary.automatic)}): {summary.in_words()}.")
 
     def _is_due(self, summary: Any, every: int) -> bool:
-        """Return whether to log now: after each round, or after ``every`` exchanges of gradients.
+        """Return whether to log now: after each round, or after each ``every`` exchanges of gradients.
 
-        Windows of gradients and pushes to servers are exchanged at nearly every step, which would be too often to log.
+        Strategies that exchange windows of gradients, or push gradients to servers, do so at nearly every step. To log
+        each exchange would be too often.
         """
         number = summary.exchanges + summary.consensuses
         if number == self._logged or (summary.totals is not None and 0 < number - max(0, self._logged) < every):
@@ -71,8 +74,8 @@ class AveragingMonitor(Callback):
     def is_news(self, summary: Any) -> bool:
         """Return whether to log the settings of rounds.
 
-        They are logged when they no longer change from one call to the next, and one of them differs by a third or more
-        from the last logged value. Between two lines the number of rounds at least doubles, so lines stay few.
+        The settings are logged once they have stopped changing, if one of them differs by a third or more from its last
+        logged value. Between two log lines the number of rounds at least doubles, so there are few lines.
         """
         settles = not _differ(self._before, summary.settings)
         self._before = summary.settings
@@ -94,6 +97,6 @@ class AveragingMonitor(Callback):
 
 
 def _differ(before: dict[str, float], now: dict[str, float]) -> bool:
-    """Return whether some setting has changed by a third or more."""
+    """Return whether one of the settings has changed by a third or more."""
     pairs = [(before.get(name, 0.0), value) for name, value in now.items() if name != "step_s"]
     return any(max(pair) > 4 / 3 * min(pair) for pair in pairs)

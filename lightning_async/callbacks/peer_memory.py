@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class PeerMemory(CollectiveCallback, Callback):
-    r"""A callback that keeps each rank's own state in the next rank's memory, for when the rank dies and comes back.
+    r"""A callback that keeps each rank's own state in the next rank's memory, in case the rank dies and restarts.
 
-    A rank that comes back takes over rank 0's state, see docs/specification/failures.md, and then restores its own
-    state from its last copy. For asynchronous replicas, this is the optimizers' state of each parameter, random states,
+    A rank that restarts takes over rank 0's state, see docs/specification/failures.md, and then restores its own
+    state from its last copy. For asynchronous replicas, its own state is the optimizer state, random states,
     the gradient scale of fp16, and buffers that each replica keeps. The weights are those of the live ranks. On a
     single host, rank :math:`r` sends its copies to rank :math:`(r + 1) \bmod n` of the live ranks. With several hosts,
     it sends them to the rank at the same position among the live ranks of the next host. Training pauses while the
@@ -37,8 +37,8 @@ class PeerMemory(CollectiveCallback, Callback):
 
     Raises:
         TypeError: ``save`` lacks a method of a policy, or ``every_n_train_steps`` is no int.
-        ValueError: ``every_n_train_steps`` is less than 1. When training starts: the strategy does not let ranks come
-            back.
+        ValueError: ``every_n_train_steps`` is less than 1. When training starts: the strategy does not admit
+            ranks that restart.
         SettingsMismatch: Before training, on every rank: only some ranks have this callback.
 
     Source: in-memory checkpoints at a neighbour, as in Gemini (Wang et al., SOSP 2023).
@@ -54,9 +54,9 @@ class PeerMemory(CollectiveCallback, Callback):
         self._now: Peers | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Prepare the copies of this rank's state in other ranks' memory.
+        """Prepare the exchange of copies: each rank's own state goes to another rank's memory.
 
-        At this moment the ranks are connected, and no checkpoint is restored yet.
+        Lightning calls this when the ranks are connected, and before a checkpoint is restored.
         """
         check_object(self, trainer)
         self._now = None
@@ -81,7 +81,7 @@ class PeerMemory(CollectiveCallback, Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to receive copies of other ranks' states.
 
-        This is before replicas become asynchronous, and before a joining rank asks to join.
+        Lightning calls this before replicas become asynchronous, and before a joining rank asks to join.
         """
         if self._now is not None and not searches_lr(trainer):
             self._now.start()

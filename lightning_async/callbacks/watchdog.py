@@ -25,7 +25,7 @@ _TOLD_S = 5.0
 
 
 class _Beat(NamedTuple):
-    """The last point of training that the training thread has reported, and its time limit; None: no limit."""
+    """The last point of training that the training thread has reported, and the time limit until the next one."""
 
     number: int = 0
     place: str = "before training"
@@ -39,9 +39,9 @@ class HangWatchdog(Callback):
 
     :math:`\tilde t` is the median duration of recent steps. If one step, with the loader's time, takes longer than the
     limit, the rank writes the stacks of all threads to stderr and to ``hang-rank-<n>.txt``. With a strategy of this
-    package, it then reports the hang to the other ranks. It ends its process with ``exit_code``. A thread does all
-    this. If code in C holds the interpreter's lock, that thread cannot run. Then a timer writes the stacks to stderr
-    after twice the limit, and ends the process with exit code 1.
+    package, it then reports the hang to the other ranks. Finally it ends its process with ``exit_code``. The callback's
+    own thread does all this. If code in C holds the interpreter's lock, this thread cannot run. Then a timer writes the
+    stacks to stderr after twice the limit, and ends the process with exit code 1.
 
     The first steps, validations, checkpoints and the ends of epochs have no limit unless ``other_s`` is given. Waiting
     at a sync point never has a limit. Time in which the whole process was stopped does not count, but a process that
@@ -96,9 +96,9 @@ class HangWatchdog(Callback):
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds that the next step may take; None: there is no limit.
+        """The seconds that the next step may take; None: there is no limit.
 
-        It is ``other_s`` until ``warmup`` steps were measured, and follows from the measured steps afterwards.
+        Until ``warmup`` steps were measured, the limit is ``other_s``. Afterwards it follows from the measured steps.
         """
         if len(self._steps) < self.warmup:
             return self.other_s
@@ -218,7 +218,7 @@ class HangWatchdog(Callback):
 
 
 def _arm(limit_s: float | None, file: IO[str] | None) -> None:
-    """Restart the timer that writes all stacks and ends the process after twice ``limit_s``; None: stop it."""
+    """Restart the timer that writes all stacks and ends the process after twice ``limit_s``. None: stop the timer."""
     if limit_s is None or file is None:
         faulthandler.cancel_dump_traceback_later()
     else:
@@ -226,7 +226,10 @@ def _arm(limit_s: float | None, file: IO[str] | None) -> None:
 
 
 def _stderr() -> IO[str] | None:
-    """Return stderr as a file with a descriptor, even if a notebook or test has replaced it; None if there is none."""
+    """Return stderr as a file with a descriptor, even if a notebook or test has replaced it.
+
+    Return None if no such file exists.
+    """
     for stream in (sys.stderr, sys.__stderr__):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             if stream is not None and stream.fileno() >= 0:
@@ -242,7 +245,10 @@ def _dump(text: str, file: IO[str]) -> None:
 
 
 def _waits_at_sync_point(strategy: Any) -> bool:
-    """Return whether this rank waits for other ranks; if one of them hangs, its own watchdog reports it."""
+    """Return whether this rank waits for other ranks at a sync point.
+
+    Such a wait is no hang of this rank. If one of the other ranks hangs, its own watchdog reports it.
+    """
     sync_points = view_of(strategy).sync_points
     live_ranks = view_of(strategy).live_ranks
     waits = live_ranks is not None and live_ranks.are_short
@@ -250,7 +256,7 @@ def _waits_at_sync_point(strategy: Any) -> bool:
 
 
 def _tell_others(strategy: Any, text: str) -> None:
-    """Report the hang to the other ranks, as an exception of this rank would be reported."""
+    """Report the hang to the other ranks, in the same way as an exception of this rank."""
     if view_of(strategy).replicated:
         with contextlib.suppress(Exception):
             strategy.on_exception(AsyncTrainingError(text))

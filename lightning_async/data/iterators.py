@@ -5,9 +5,9 @@ A position is a dictionary of plain values:
     taken      number of batches that were yielded
     made       number of calls of the sampler, which runs ahead of the workers
     exhausted  whether the iteration has ended
-    drawn      random states from which those calls drew, see `Tape`
+    drawn      random states from which these calls of the sampler drew, see `Tape`
     dataset    the dataset's own state, if it has one
-    random     random states before the last fetch, which is repeated if Lightning had fetched one batch ahead
+    random     random states before the last fetch; the fetch is repeated if Lightning had not trained on its batch
     epoch      the dataset's epoch, if the dataset has `set_epoch`
     share      the indices of this epoch, see `redistribution.describe`
     batch_size, length   batch size of the loader and length of its dataset, if known; they may differ at the resume
@@ -57,9 +57,9 @@ class IterationPosition:
     Args:
         loader: The loader.
         generators: Random generators of the process and of the loader.
-        start: Position at which the iteration begins. Default: None, the beginning.
-        ahead: Whether Lightning may hold one batch that it has fetched ahead.
-        resumed: The loader's dataset with a loaded state. Default: None.
+        start: Saved position at which the iteration begins. Default: None, the beginning.
+        ahead: Whether Lightning may hold a batch that it has fetched and not yet trained on. Default: True.
+        resumed: The loader's dataset after a saved state was loaded into it. Default: None, there is no such state.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class IterationPosition:
         self.given: Tensor | None = told["indices"] if is_given else None
         self._size: int = told["batch_size"] if is_given else 0
         self.stream: Position | None = told if told.get("kind") == "stream" else None
-        """Part of the rest of a stream that lost ranks had left; None if there is none."""
+        """Part of the samples of a stream that lost ranks have not trained on; None if there is none."""
         self._before: Position | None = None
         local = not getattr(loader, "num_workers", 0)
         self._dataset = loader.dataset if local and stateful(loader.dataset) else None
@@ -102,7 +102,10 @@ class IterationPosition:
         self.by_state = resumable(loader.dataset)
 
     def begin(self) -> Tape:
-        """Begin a `Tape` of the sampler's calls, which repeats the calls that the start position records; return it."""
+        """Begin a `Tape` (record) of the sampler's calls, and return it.
+
+        The tape repeats those calls that the start position has recorded, with the same random numbers.
+        """
         self.tape = Tape(self._drawing, self.start.get("drawn"))
         return self.tape
 
@@ -118,13 +121,16 @@ class IterationPosition:
         self.stream = None
 
     def begin_again(self) -> None:
-        """Make the present position the start position, for new workers that replace workers that have died."""
+        """Make the present position the start position, because new workers replace workers that have died."""
         # The random states of the process stay as they are: only the workers are new.
         self.start = self.position()
         self._first_random = None
 
     def fetching(self) -> None:
-        """Note that the next batch is about to be fetched."""
+        """Record that the next batch is about to be fetched.
+
+        Before the first fetch, restore the saved random states.
+        """
         if self._first_random is not None:
             self.generators.put(self._first_random)
             self._first_random = None
@@ -139,8 +145,8 @@ class IterationPosition:
     def keep(self, before: bool) -> Callable[[], Position]:
         """Return a function that, whenever it is called, returns the `position` as it was when `keep` was called.
 
-        The position is built only when the function is called, because building it takes longer than keeping its parts.
-        With ``before``, it is the position before the batch that was fetched last.
+        The function builds the position, because to build it takes longer than to keep its parts. With ``before``, the
+        position is that before the batch that was fetched last.
         """
         now = (self._before if before else None) or self._now(random=before)
         tape = self.tape
@@ -152,17 +158,17 @@ class IterationPosition:
     def dataset(self) -> Any:
         """Return the dataset to iterate over.
 
-        It is the loader's own dataset, with a saved state if one was loaded. Or it is the part of a stream that lost
-        ranks have not trained on.
+        If the start position names a part of a stream that lost ranks have not trained on, return that part. Otherwise
+        return the loader's dataset, with its saved state if one was loaded.
         """
         if self.stream is not None:
             return self._loader.dataset.rest(self.stream)
         return self._loader.dataset if self._resumed is None else self._resumed
 
     def sampler(self) -> Any:
-        """Return the loader's sampler of batches.
+        """Return the loader's batch sampler.
 
-        If the start position lists the remaining indices, return a sampler of batches of these indices.
+        If the start position lists the remaining indices of the epoch, return a batch sampler over these indices.
         """
         if self.given is None:
             return self._loader._index_sampler
@@ -195,7 +201,7 @@ def epoch_of(loader: Any) -> int | None:
 
 
 class _View:
-    """A loader of which some attributes are replaced."""
+    """A view of a loader in which some attributes have other values. The loader itself does not change."""
 
     def __init__(self, loader: Any, **replaced: Any) -> None:
         self._loader = loader
@@ -224,14 +230,14 @@ def iterate(loader: DataLoader[Any], here: IterationPosition) -> Any:
 
 
 def _fetches_again(loader: Any, here: IterationPosition) -> bool:
-    """Return whether the start position must be reached by fetching all batches before it again."""
+    """Return whether the start position can be reached only by fetching all batches before it again."""
     start = here.start
     told = not start.get("taken") or start.get("dataset") is not None or start.get("workers")
     return loader._dataset_kind == _DatasetKind.Iterable and not (here.by_state and told)
 
 
 def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> None:
-    """Bring the iterator to the start position, and count the batches before it as taken.
+    """Bring the iterator to the start position, and count the batches before this position as taken.
 
     With ``fetches_again`` those batches are fetched and dropped. Otherwise the iterator already begins after them.
     """
@@ -248,7 +254,10 @@ def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> 
 
 
 def _indices(loader: Any, here: IterationPosition) -> Any:
-    """Return the object that replaces the loader's sampler; an iterable dataset keeps the loader's own sampler."""
+    """Return the object that replaces the loader's sampler.
+
+    For an iterable dataset, return the loader's own sampler.
+    """
     if loader._dataset_kind == _DatasetKind.Iterable:
         return loader._index_sampler
     start = here.start
@@ -256,10 +265,10 @@ def _indices(loader: Any, here: IterationPosition) -> Any:
 
 
 class _Nothing:
-    """A replacement of an ended iteration, so that its worker processes can end.
+    """An iterator that replaces an ended iteration, so that the worker processes of the loader can end.
 
-    It is for one of several loaders. While the other loaders have batches, Lightning still asks this iteration for a
-    batch.
+    It is for one of several loaders. While the other loaders have batches, Lightning still requests a batch of the
+    ended iteration. This iterator then raises StopIteration.
     """
 
     def __init__(self, here: IterationPosition) -> None:
@@ -307,7 +316,7 @@ class _Single(_SingleProcessDataLoaderIter):
 class _Multi(_MultiProcessingDataLoaderIter):
     """torch's iterator with workers, which also knows its position in the data.
 
-    It replaces workers that SIGTERM has ended.
+    If SIGTERM has ended the workers, new workers continue at the position.
     """
 
     _replaced = -1, 0
@@ -321,7 +330,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
         if here.exhausted:  # the workers are started for the next iteration only
             states = {worker: {**state, "ended": True} for worker, state in states.items()}
         here.workers = dict(states)
-        # Two records: states with batches that have come, and states with batches that were yielded.
+        # Two records: states of batches that were received, and (`here.workers`) of batches that were yielded.
         self._received = dict(states)
         # Workers yield in turn, so that the next batch must come from the one whose turn it was.
         self._turns = 0 if fetches_again else start.get("turn", 0)
@@ -358,7 +367,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
                 here.exhausted = True
                 raise
             except Exception:
-                # An error of the dataset comes again with new workers, so the number of attempts is limited.
+                # An error of the dataset occurs again with new workers, so the number of attempts is limited.
                 place, times = self._replaced
                 times = times + 1 if place == here.taken else 1
                 if times > _REPLACED or not self._were_told() or not here.told():
@@ -372,15 +381,15 @@ class _Multi(_MultiProcessingDataLoaderIter):
     def _were_told(self) -> bool:
         """Return whether workers have ended because of SIGTERM.
 
-        A worker has either died of the signal, or ended with code 0: torch's workers do so if their parent sent the
-        signal.
+        Either the signal has killed a worker, or a worker has ended with exit code 0, as torch's workers do if their
+        parent sends them the signal.
         """
         return not self._shutdown and any(w.exitcode in (0, -signal.SIGTERM) for w in self._workers)
 
     def _replace_workers(self) -> None:
         """Start new workers, which begin at the present position.
 
-        SIGTERM to the process group ends all workers, but this process must continue to the step at which all ranks
+        SIGTERM to the process group ends all workers, but this process must continue until the step at which all ranks
         save.
         """
         here = self._here

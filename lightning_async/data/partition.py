@@ -24,15 +24,15 @@ __all__ = ["ByKey", "Partition", "Random", "Sequential", "Weighted", "largest_re
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
-    r"""Return whole shares of a total, as close to the weights as possible.
+    r"""Return integer shares of a total, as close to the weights as possible.
 
     .. math:: n_i = \Big\lfloor \frac{w_i}{\sum_j w_j} n \Big\rfloor + [i \text{ has one of the largest remainders}]
 
-    Exact for all floats. Of equal remainders, the first ones win.
+    The result is exact for all floats. Of equal remainders, the first ones count as larger.
 
     Args:
-        total: Total n to divide.
-        weights: Weight of each share.
+        total: :math:`n`, the total to divide.
+        weights: :math:`w_i`, the weight of each share.
 
     Raises:
         ValueError: A weight is negative or not finite, or none is positive.
@@ -59,8 +59,8 @@ def rendezvous(key: object, members: Sequence[str], seed: int = 0) -> int:
 
     .. math:: \arg\max_m h(\text{seed}, \text{key}, m)
 
-    When a member leaves, only its keys move. When a member joins, it takes keys from all others. Every process finds
-    the same place.
+    When a member leaves, only its keys move to other members. When a member joins, some keys of all others move to it.
+    Every process computes the same result.
 
     Args:
         key: Any value whose ``repr`` is the same in every process.
@@ -84,7 +84,7 @@ def rendezvous(key: object, members: Sequence[str], seed: int = 0) -> int:
 class Partition(Protocol):
     """An interface for the division of an epoch among replicas: each sample belongs to exactly one part.
 
-    A partition of your own defines `owners`, and, for streams, also `dealer`.
+    A partition of your own defines `owners`. To divide streams, it also defines `dealer`.
     """
 
     shuffle: bool = True
@@ -101,9 +101,10 @@ class Partition(Protocol):
         ...
 
     def dealer(self, members: Sequence[str]) -> Callable[[Any], int]:
-        """Return a function that is called with each sample of a stream in turn, and assigns it to a replica.
+        """Return a function that assigns the samples of a stream to replicas.
 
-        The function returns the position in ``members`` of the replica that takes the sample.
+        The function must be called with each sample of the stream in turn. It returns the position in ``members`` of
+        the replica that takes the sample.
 
         Args:
             members: Stable ids of the replicas.
@@ -114,13 +115,13 @@ class Partition(Protocol):
         raise TypeError(f"`{self!r}` needs to know all indices: it cannot divide a stream.")
 
     def order(self, length: int, epoch: int) -> Tensor:
-        """Return the order of an epoch: shuffled by seed and epoch, or that of the data."""
+        """Return the indices of all samples in the order of an epoch: shuffled by seed and epoch, or ascending."""
         if not self.shuffle:
             return torch.arange(length)
         return torch.randperm(length, generator=torch.Generator().manual_seed(self.seed + epoch))
 
     def part(self, length: int, members: Sequence[str], me: int, epoch: int) -> Tensor:
-        """Return the indices that the replica ``members[me]`` takes in an epoch, in order."""
+        """Return the indices that the replica ``members[me]`` takes in an epoch, in the order of the epoch."""
         order = self.order(length, epoch)
         return order[self.owners(order, members) == me]
 
@@ -131,7 +132,7 @@ class Sequential(Partition):
 
     .. math:: \{ i : b_r \le i < b_{r+1} \}, \quad b_r = r \lfloor L / N \rfloor + \min(r, L \bmod N)
 
-    Made for data that is read from disk in its order, and for time series.
+    Use it for data that is read from disk in its order, and for time series.
 
     >>> Sequential().part(7, ["0", "1", "2"], me=0, epoch=3)
     tensor([0, 1, 2])
@@ -145,7 +146,7 @@ class Sequential(Partition):
 
 @dataclass(frozen=True)
 class Random(Partition):
-    r"""A partition of a shuffled epoch, whose samples are dealt out in turn.
+    r"""A partition of a shuffled epoch, whose samples go to the replicas in turn.
 
     .. math:: \{ \pi(p) : p \bmod N = r \}
 
@@ -252,7 +253,7 @@ class ByKey(Partition):
         key: Function that returns the key of an index, such as ``users.__getitem__``, or, for streams, of a sample. A
             key is an int, a string, or another value whose ``repr`` is the same in every process.
         shuffle: Whether the order within each part is shuffled. Default: True.
-        seed: Seed of the keys' places, and of the shuffling, together with the epoch. Default: 0.
+        seed: Seed of the assignment of keys to replicas, and, together with the epoch, of the shuffling. Default: 0.
 
     Raises:
         TypeError: ``key`` is not a function.
@@ -301,17 +302,18 @@ def _blocks(sizes: Sequence[int]) -> Tensor:
 Told = Mapping[str, Any]
 """The description of one rank's part of a stream, in plain values.
 
-It holds ``batch_size`` and ``workers`` of the rank's loader, and either ``members`` and ``rank``; or, for a part of
-what lost ranks had left, the ``place`` among ``parts``, and in ``left`` the description of each lost rank's part with
-the number of its first batch that is left.
+It has ``batch_size`` and ``workers`` of the rank's loader. For a part of the whole stream, it also has ``members`` and
+``rank``. For a part of the samples that lost ranks have not trained on, it has the number ``parts`` of such parts, the
+number ``place`` of this part, and in ``left`` the description of each lost rank's part, with the number of the first
+batch that the rank has not trained on.
 """
 
 
 def place_in(partition: Partition, told: Told) -> Callable[[Any], int | None]:
-    """Return a function that numbers the samples of a stream within one part of it, which ``told`` describes.
+    """Return a function that numbers the samples of a stream within one part of this stream.
 
     The function must be called with each sample of the stream in turn. It returns the sample's number within the part,
-    or None if the sample does not belong to the part.
+    or None if the sample does not belong to the part. ``told`` describes the part, see `Told`.
     """
     if "left" in told:
         return _place_in_rest(partition, told)
@@ -347,9 +349,9 @@ def _place_in_rest(partition: Partition, told: Told) -> Callable[[Any], int | No
 
 
 def _batch(place: int, of: Told) -> int:
-    """Return the number of the batch that contains the sample number ``place`` of a part of a stream.
+    """Return the number of the batch that contains sample number ``place`` of a part of a stream.
 
-    ``of`` describes the part's loader. Its workers take samples in turn, and yield batches in turn.
+    ``of`` describes the loader of the part. The loader's workers take samples in turn, and yield batches in turn.
 
     >>> [_batch(place, {"workers": 2, "batch_size": 2}) for place in range(7)]
     [0, 1, 0, 1, 2, 3, 2]
@@ -359,15 +361,17 @@ def _batch(place: int, of: Told) -> int:
 
 
 def dealt(left: Iterable[tuple[Told, int]], takers: Mapping[str, Told]) -> dict[str, Told]:
-    """Divide the samples of a stream that lost ranks have not trained on among other ranks, one by one.
+    """Divide, among live ranks, the samples of a stream that lost ranks have not trained on.
+
+    The samples are divided one by one, in turn.
 
     Args:
         left: Description of each lost rank's part of the stream, with the number of the first batch that the rank has
             not trained on.
-        takers: For each rank that gets samples, the description of its own part, by name.
+        takers: For each rank that gets samples, by name, the description of the rank's own part.
 
     Returns:
-        For each rank that gets samples, the description of its additional part, by name.
+        For each rank that gets samples, by name, the description of the rank's additional part.
     """
     lost = [(dict(each), begin) for each, begin in left]
     return {
@@ -389,9 +393,9 @@ _looked_for: ContextVar[bool] = ContextVar("looked_for", default=False)
 
 @contextmanager
 def yet_to_be_numbered() -> Iterator[None]:
-    """Accept, within the block, partitioned samplers whose parts are unequal.
+    """Suspend, within the block, the check that the parts of partitioned samplers are equal.
 
-    The strategy has not told them yet which part is this rank's.
+    Within the block, the strategy has not yet set which part each sampler yields.
     """
     # A context variable: other threads may use samplers at the same time.
     token = _looked_for.set(True)
@@ -402,10 +406,10 @@ def yet_to_be_numbered() -> Iterator[None]:
 
 
 class _Place:
-    """The stable ids of all replicas, and the number of this replica among them.
+    """The stable ids of all replicas, and the position of this replica among them.
 
     Args:
-        owner: Name of the class, for messages.
+        owner: Name of the class that has this place, for error messages.
         num_replicas: Number of replicas. None: the number that the strategy, torch.distributed or the launcher gives.
         rank: Number of this replica. None: the number from the same source.
     """
@@ -422,7 +426,7 @@ class _Place:
         self.rank = rank or 0
 
     def known(self) -> tuple[Sequence[str], int]:
-        """Return the stable ids of all replicas, and the number of this replica among them."""
+        """Return the stable ids of all replicas, and the position of this replica among them."""
         if self.members is not None:
             return self.members, self.rank
         if dist.is_available() and dist.is_initialized():
@@ -435,7 +439,10 @@ class _Place:
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks take every step together. This is so if torch.distributed or Horovod has numbered the ranks."""
+        """Whether ranks take every step together.
+
+        This is so if the rank numbers come from torch.distributed or Horovod.
+        """
         if self.members is not None or _looked_for.get():
             return False
         together = dist.is_available() and dist.is_initialized()
@@ -444,14 +451,14 @@ class _Place:
     def __getstate__(self) -> dict[str, Any]:
         """Return the ids of all replicas and this replica's number, for a pickle.
 
-        The process of a loader's worker, which receives the pickle, could not find them out.
+        A loader's worker process gets the pickle. The process itself could not find out the ids and the number.
         """
         members, rank = self.known()
         return {"members": members, "rank": rank}
 
 
 class _Numbered:
-    """A base of classes for one replica's part of a dataset or a stream. `number` sets which part it is."""
+    """A base of classes that yield one replica's part of a dataset or a stream. `number` sets which part it is."""
 
     _place: _Place
 
@@ -478,11 +485,11 @@ class _Numbered:
 class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A sampler of this replica's indices in an epoch, without padding, so that parts may be unequal.
 
-    Lightning does not replace it by another sampler. `AsyncAveragingStrategy` gives the sampler its part, and a new one
-    when replicas are lost or join; within the epoch, the other replicas train on the samples that a lost replica had
-    left. Ranks that take every step together (DDP, Horovod) need equal parts, and unequal ones raise ValueError when an
-    epoch begins. If unequal parts have equal numbers of batches, pass ``num_replicas`` and ``rank``, which skips this
-    check.
+    Lightning does not replace it by another sampler. `AsyncAveragingStrategy` sets the sampler's part, and changes it
+    when replicas are lost or join. Within the epoch, the other replicas train on the samples that a lost replica has
+    not trained on. Ranks that take every step together (DDP, Horovod) need equal parts, and unequal parts raise
+    ValueError when an epoch begins. If unequal parts have equal numbers of batches, pass ``num_replicas`` and ``rank``,
+    which skips this check.
 
     Args:
         dataset: A map-style dataset, or any object with a length.
@@ -517,11 +524,11 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
 
     @property
     def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Number of this replica."""
+        """The number of this replica."""
         return self._place.known()[1]
 
     def indices(self) -> list[int]:
-        """Return this replica's indices of the epoch."""
+        """Return the indices of the samples that this replica takes in the present epoch."""
         members, rank = self._place.known()
         wanted = (len(self.dataset), tuple(members), rank, self.epoch)
         if self._made is None or self._made[0] != wanted:
@@ -535,9 +542,9 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
         return iter(self.indices())
 
     def _check_equal(self) -> None:
-        """Raise ValueError if parts are unequal.
+        """Raise ValueError if the parts of ranks that take every step together are unequal.
 
-        Ranks with more batches would wait, until an error, for those that have ended.
+        Ranks with more batches would wait for ranks that have ended, until the wait fails.
         """
         members, _ = self._place.known()
         whole = len(self.dataset)
@@ -558,15 +565,16 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
 class PartitionedStream(_Numbered, IterableDataset[Any]):
     """The samples of a stream that belong to this replica: each sample once, over all replicas and all their workers.
 
-    Every worker of every replica reads the whole stream, which must be the same for all, and skips samples of others.
-    Use it for streams that are cheap to read. If decoding is costly, decode the samples that this class yields, and not
-    those of ``stream``. When replicas are lost, the stream is divided again from the next epoch on. At the end of the
-    current epoch, the other replicas train on the samples that the lost replicas have not trained on. For that they
-    read the stream once more, so within an epoch it must yield the same samples again.
+    Every worker of every replica reads the whole stream, which must be the same for all, and skips the others' samples.
+    Use this class for streams that are cheap to read. If decoding is costly, decode the samples that this class yields,
+    and not those of ``stream``. When replicas are lost, the stream is divided again from the next epoch on. At the end
+    of the current epoch, the other replicas train on the samples that the lost replicas have not trained on. For this
+    they read the stream once more, so the stream must yield the same samples again within an epoch.
 
     Args:
         stream: Any iterable over samples that can be iterated over again.
-        partition: `Random` (default, samples in turn), `Weighted`, `ByKey`, or one of your own with a `dealer`.
+        partition: `Random` (default, samples in turn), `Weighted`, `ByKey`, or a `Partition` of your own that defines
+            `dealer`.
         num_replicas: Number of parts, see `PartitionedSampler`. Default: None.
         rank: Number of this part, see `PartitionedSampler`. Default: None.
 
@@ -600,7 +608,7 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
         self._rest: Told | None = None
 
     def part(self) -> dict[str, Any]:
-        """Return which part of the stream this replica reads, in the form of `Told`."""
+        """Return the description of the part of the stream that this replica reads, see `Told`."""
         members, rank = self._place.known()
         return {"members": list(members), "rank": rank}
 

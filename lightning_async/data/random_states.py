@@ -1,6 +1,6 @@
 """Random generators: their states as plain values, and calls that are repeated with the same random numbers.
 
-Code that runs in loader workers restores their generators.
+The module also has the code that saves and restores the generators of a loader's worker processes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _PLAIN = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, np.generic,
 
 
 class Generators:
-    """The random generators of this process: Python's, NumPy's, torch's, and others by name.
+    """The random generators of this process: Python's, NumPy's, torch's, and further ones by name.
 
     Args:
         named: Further generators by name. Default: none.
         devices: Whether to include the generators of CUDA devices. Default: False.
-        usual: Which of Python's, NumPy's and torch's to include. Default: all.
+        usual: Which of Python's, NumPy's and torch's generators to include. Default: all.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class Generators:
         self._devices = devices
 
     def take(self) -> States:
-        """Return the states of all generators."""
         return self.hold()()
 
     def hold(self) -> Callable[[], States]:
-        """Return a function that returns the states as of now; it converts them to plain values only when called."""
+        """Return a function that, whenever it is called, returns the states as they were when `hold` was called.
+
+        The states are converted to plain values only when the function is called.
+        """
         held = [(name, _held(generator)) for name, generator in self._usual.items()]
         if self._devices and torch.cuda.is_available() and torch.cuda.is_initialized():
             held += [(f"cuda:{i}", torch.cuda.get_rng_state(i)) for i in range(torch.cuda.device_count())]
@@ -70,7 +72,7 @@ class Generators:
         return lambda: {name: _plain(state) for name, state in held}
 
     def put(self, states: States) -> list[str]:
-        """Set the generators to these states; return the names of states that have no generator here."""
+        """Set the generators to these states; return the names of those states for which there is no generator."""
         missing = []
         for name, state in states.items():
             kind, _, rest = name.partition(":")
@@ -85,7 +87,7 @@ class Generators:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the states after the block."""
+        """Restore the present states of the generators after the block."""
         states = self.take()
         try:
             yield
@@ -101,22 +103,23 @@ def reseed(seed: int) -> None:
 
 
 def of_another(states: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return a seed for a rank without saved states, made from another rank's states and from ``rank``.
+    """Return a seed for a rank that has no saved states, as ``{"seed": ...}``.
 
-    It is for `reseed`.
+    The seed is computed from another rank's states and ``rank``. The caller passes this number to `reseed`.
     """
     return {"seed": zlib.crc32(states["torch"]) + rank}
 
 
 def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generators that are found in the attributes of objects, by path: ``{"sampler.generator": ...}``."""
+    """Return the random generators in the attributes of objects, by path, such as ``{"sampler.generator": ...}``."""
     return {path: value for path, value in objects_in(roots) if isinstance(value, _KINDS)}
 
 
 def objects_in(roots: Mapping[str, Any], depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
-    """Yield ``roots`` and all objects found in their attributes, with paths.
+    """Yield ``roots`` and all objects that are found in their attributes, each with its path.
 
-    Random generators are yielded, but their attributes are not.
+    Random generators are yielded, but their attributes are not searched. ``depth`` is the largest number of attributes
+    in a path.
     """
     seen: set[int] = set()
     # Breadth first: the bound on objects then leaves out the deepest ones.
@@ -192,7 +195,7 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 
 def _freeze(value: Any) -> Any:
-    """Return NumPy's states in a form that ``==`` can compare. It cannot compare arrays."""
+    """Return NumPy's states with their arrays replaced by tuples, because ``==`` on arrays does not return one bool."""
     if isinstance(value, dict):
         return {name: _freeze(entry) for name, entry in value.items()}
     if isinstance(value, np.ndarray):
@@ -214,12 +217,12 @@ T = TypeVar("T")
 class Tape:
     """A record of the random states from which a sequence of calls drew, so that another process can repeat the calls.
 
-    The tape has no entry for a call that draws nothing, or that draws from the states in which the last call stopped. A
-    sampler that draws only a seed, at the start, therefore makes one entry, whatever training draws between batches.
+    A call has no entry if it draws nothing, or if it draws from the states in which the previous call stopped. For
+    example, a sampler that draws only a seed at the start makes one entry, whatever training draws between batches.
 
     Args:
-        generators: The generators.
-        drawn: Entries of an earlier tape, whose calls are repeated. Default: none.
+        generators: Generators whose states are recorded.
+        drawn: Entries of an earlier tape, whose calls are repeated. Default: None, there are none.
     """
 
     def __init__(self, generators: Generators, drawn: dict[int, States] | None = None) -> None:
@@ -230,9 +233,9 @@ class Tape:
         self._left: States = {}
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call ``function``, and record from which random states it draws.
+        """Call ``function``, record from which random states it draws, and return its result.
 
-        If the earlier tape has an entry for this call, the generators are first set to the states of the entry.
+        If the earlier tape has an entry for this call, the generators are first set to the states of that entry.
         """
         if self.made in self._known:
             self._generators.put(self._known[self.made])
@@ -250,22 +253,25 @@ class Tape:
             self.made += 1
 
     def drawn(self, made: int) -> dict[int, States]:
-        """Return the recorded random states of the first ``made`` calls, by the number of the call."""
+        """Return the recorded random states of the first ``made`` calls, by the number of the call.
+
+        A call without an entry is left out.
+        """
         return {call: states for call, states in self._drawn.items() if call < made}
 
 
 class Indices:
     """An iterable that replaces a loader's sampler, and that can resume after the indices that were taken already.
 
-    To resume, it first calls the sampler for those indices again, with the same random numbers. Their samples are not
-    fetched.
+    To resume, it repeats the earlier calls of the sampler with the same random numbers. The samples of the repeated
+    indices are not fetched.
 
     Args:
         sampler: Function that makes the sampler.
-        begin: Function that begins a record of the sampler's calls, see `Tape`.
+        begin: Function that begins a `Tape`, the record of the sampler's calls, and returns it.
         generators: Generators that are restored after the repeated calls.
         skip: Number of indices that were taken. Default: 0.
-        made: Number of calls of the sampler to repeat, including those for batches fetched ahead. Default: 0.
+        made: Number of calls of the sampler to repeat, including calls for batches that were fetched ahead. Default: 0.
     """
 
     def __init__(
@@ -293,11 +299,11 @@ class Indices:
         return self._rest(tape, indices)
 
     def start_over(self) -> None:
-        """Begin later iterations at the first index."""
+        """Make later iterations begin at the first index."""
         self._skip = self._made = 0
 
     def _behind(self, tape: Tape, skip: int, made: int) -> Iterator[Any]:
-        # Calls that are repeated must not move the generators, which stand where training left them.
+        # Repeated calls must not change the generators: training continues with their present states.
         with self._generators.kept():
             indices = tape.call(lambda: iter(self._sampler()))
             again = []
@@ -322,9 +328,9 @@ _LOSE = ("BufferShuffledExamplesIterable", "InterleavedShardsExamplesIterable")
 
 
 def stateful(value: Any) -> bool:
-    """Return whether an object has ``state_dict()`` and ``load_state_dict(state)`` as torchdata's datasets have them.
+    """Return whether an object has ``state_dict()`` and ``load_state_dict(state)``, like torchdata's datasets.
 
-    litdata's dataset does not count: its ``state_dict`` has arguments, because its own loader calls it.
+    litdata's dataset does not count: its ``state_dict`` has arguments, because litdata's own loader calls it.
     """
     save = getattr(value, "state_dict", None)
     load = getattr(value, "load_state_dict", None)
@@ -344,8 +350,9 @@ def _takes(method: Callable[..., Any], number: int) -> bool:
 def resumable(dataset: Any) -> bool:
     """Return whether a dataset continues from its state with exactly the next sample.
 
-    A dataset of Hugging Face with a shuffle buffer does not: its state leaves out the samples in the buffer, which
-    would be lost. Nor does one that interleaves shards: its state cannot be loaded in a worker, which has fewer shards.
+    A Hugging Face dataset with a shuffle buffer does not: its state leaves out the samples in the buffer, which would
+    be lost. A dataset that interleaves shards does not, either: its state cannot be loaded in a worker, which has fewer
+    shards.
     """
     return stateful(dataset) and not any(
         type(value).__name__ in _LOSE for _, value in objects_in({"dataset": dataset}, depth=_CHAIN)
@@ -355,16 +362,17 @@ def resumable(dataset: Any) -> bool:
 class Resumed(IterableDataset[Any]):
     """A dataset that begins one iteration at a saved state, and later ones as if no state had been loaded.
 
-    Some datasets behave so without this class. Others, such as those of Hugging Face, begin every iteration at the
-    loaded state while their epoch is the same, so all samples before it would be missing forever. The second iteration
-    shows which kind a dataset is: if the dataset's state after the first sample is the same as in the first iteration,
-    it has begun at the loaded state again. Then the load is undone, and the iteration begins again.
+    Some datasets behave so without this class. Others, such as Hugging Face's, begin every iteration at the loaded
+    state while their epoch number is the same, so all samples before that state would be missing in all later
+    iterations. The second iteration shows which kind a dataset is. If the dataset's state after the first sample equals
+    that in the first iteration, the dataset has begun at the loaded state again. Then the load is undone, and the
+    iteration begins again.
 
     Args:
         iterable: Dataset with ``state_dict`` and ``load_state_dict``.
-        ended: Whether the state belongs to an iteration that is over, so that a new one begins next. Default: False.
-        idle: Whether nobody reads the first iteration, so that it yields nothing, and does not start the dataset.
-            Default: False.
+        ended: Whether the state belongs to an iteration that has ended, so a new one begins next. Default: False.
+        idle: Whether nobody reads the first iteration. Then it yields nothing and does not start the dataset. Default:
+            False.
     """
 
     def __init__(self, iterable: Any, ended: bool = False, idle: bool = False) -> None:
@@ -389,12 +397,12 @@ class Resumed(IterableDataset[Any]):
         return self.iterable.state_dict()
 
     def load_ended(self, state: Any) -> None:
-        """Load the state of an iteration that is over; the next iteration is the one that follows it."""
+        """Load the state of an iteration that has ended; the next iteration is the one that follows it."""
         self._ended = True
         self.load_state_dict(state)
 
     def load_state_dict(self, state: Any) -> None:
-        """Load a state, and remember how to undo that."""
+        """Load a state, and keep what is needed to undo the load."""
         # Kept for `_undo`, which loads it again.
         self._fresh = copy.deepcopy(self.iterable.state_dict())
         before = dict(getattr(self.iterable, "__dict__", {}))
@@ -452,7 +460,7 @@ class Resumed(IterableDataset[Any]):
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two states are equal, tensors and arrays included."""
+    """Return whether two states are equal, including their tensors and arrays."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -464,12 +472,12 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class Carried:
-    """A batch on its way from a worker, with what has changed in the worker since the last batch.
+    """A batch on its way from a worker to the loader's process, with the states that have changed in the worker.
 
     Args:
         batch: The batch.
         worker: Number of the worker.
-        state: Random states that have changed, and the state of the dataset.
+        state: Random states that have changed since the worker's last batch, and the state of the dataset.
     """
 
     def __init__(self, batch: Any, worker: int, state: dict[str, Any]) -> None:
@@ -483,9 +491,9 @@ class Carried:
 
 
 class Carrier:
-    """A replacement of a loader's ``collate_fn`` that adds the worker's state to each batch.
+    """A function that replaces a loader's ``collate_fn``, and adds the worker's state to each batch.
 
-    The collate function is the last call for a batch in a worker, so the state at its end is the one after the batch.
+    The collate function is the last call for a batch in a worker, so the state at its end is the state after the batch.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
@@ -515,12 +523,12 @@ class Carrier:
 
 
 class WorkerStart:
-    """A replacement of a loader's ``worker_init_fn`` that calls it, and then restores the worker's state.
+    """A function that replaces a loader's ``worker_init_fn``, calls it, and then restores the worker's state.
 
     Args:
-        init: The loader's own function. None: it has none.
-        states: States by worker; a worker without one begins at the start.
-        collate: The loader's ``collate_fn``, which may contain random generators.
+        init: The loader's own function. None: the loader has none.
+        states: State of each worker, by the worker's number. A worker without a state begins at the start.
+        collate: The loader's ``collate_fn``, whose random generators are restored, too.
     """
 
     def __init__(

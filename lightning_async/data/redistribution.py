@@ -1,4 +1,7 @@
-"""The samples of an epoch that each rank has, and the redistribution of a lost rank's samples, as pure functions."""
+"""The samples of an epoch that each rank has, and the redistribution of a lost rank's samples, as pure functions.
+
+A share (`DataShard`) describes the batches of one rank in an epoch, so that other ranks can compute them.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ _AT_ONCE = 4096
 
 
 class Given:
-    """A sampler of given indices, in this order.
+    """A sampler that yields given indices in the given sequence.
 
-    Indices are converted to Python numbers one at a time, as they are needed. Converting all of them first would delay
-    the first batch, for which all ranks wait.
+    Indices are converted to Python numbers a few at a time, as they are needed. To convert all of them first would
+    delay the first batch, for which all ranks wait.
     """
 
     def __init__(self, indices: Tensor) -> None:
@@ -47,8 +50,8 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
 
     Args:
         loader: The loader.
-        given: Indices that replace those of the loader's sampler. None: there are none.
-        size: Batch size in place of the loader's own. Default: None.
+        given: Indices that the loader takes instead of its sampler's. None: it takes its sampler's.
+        size: Batch size for ``given``, in place of the loader's own. Default: None.
 
     Returns:
         The description; None if other ranks could not compute the indices from it.
@@ -75,7 +78,10 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
 
 
 def share(position: Position) -> list[int]:
-    """Return all indices of one rank in the epoch of its saved ``position``, including those before the position."""
+    """Return all indices that one rank takes in the epoch of its saved ``position``.
+
+    They include the indices that the rank took before the position.
+    """
     told = position["share"]
     everything = range(position["share"]["length"])
     if told["kind"] == "given":
@@ -109,7 +115,10 @@ def size_of(loader: Any) -> int | None:
 
 
 def workers_of(loader: Any) -> int | None:
-    """Return the number of workers among which an iterable dataset may be divided; None for other datasets."""
+    """Return the number of workers of an iterable dataset's loader, among which the dataset may divide its samples.
+
+    For other datasets, return None.
+    """
     return loader.num_workers if loader._dataset_kind == _DatasetKind.Iterable else None
 
 
@@ -119,7 +128,8 @@ def kept(indices: list[int], length: int, as_many: bool) -> list[int]:
     Args:
         indices: Indices of samples.
         length: Length of the dataset.
-        as_many: Whether missing indices are replaced by the first ones again, so that all ranks keep equal numbers.
+        as_many: Whether missing indices are replaced by the first ones, so that all ranks keep equal numbers of
+            indices.
 
     >>> kept([4, 1, 7, 2], 5, False), kept([4, 1, 7, 2], 5, True)
     ([4, 1, 2], [4, 1, 2, 4])
@@ -130,14 +140,17 @@ def kept(indices: list[int], length: int, as_many: bool) -> list[int]:
 
 
 def rest(positions: Sequence[Position]) -> list[int]:
-    """Return the indices that no rank has taken, each once, in the order in which the ranks would have taken them."""
+    """Return the indices that no rank has taken, each once.
+
+    Their sequence is that in which the ranks would have taken them. ``positions`` are the ranks' saved positions.
+    """
     shares = [share(position) for position in positions]
     counts = [position["taken"] * position["share"]["batch_size"] for position in positions]
     # A set, because padding gives some indices to two ranks.
     seen = {index for indices, count in zip(shares, counts, strict=True) for index in indices[:count]}
     left = [indices[count:] for indices, count in zip(shares, counts, strict=True)]
     found = []
-    # In turn over the ranks: so the order is the one in which training would have come to the samples.
+    # In turn over the ranks: this is the sequence in which ranks would have trained on the samples.
     for index in itertools.chain.from_iterable(itertools.zip_longest(*left)):
         if index is not None and index not in seen:
             seen.add(index)
@@ -146,27 +159,27 @@ def rest(positions: Sequence[Position]) -> list[int]:
 
 
 def divide(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """Return one rank's part of the indices: every ``ranks``-th one.
+    """Return one rank's part of the indices: every ``ranks``-th one, with repetitions.
 
-    If they do not divide evenly, some indices are repeated, as in DistributedSampler. ``batch_size`` has no effect.
+    If the indices do not divide evenly, some are repeated, as in DistributedSampler. ``batch_size`` has no effect.
     """
     padding = -len(indices) % ranks
     return [*indices, *itertools.islice(itertools.cycle(indices or [0]), padding)][rank::ranks]
 
 
 def deal(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """Return one rank's part of the indices: every ``ranks``-th one. No index is repeated.
+    """Return one rank's part of the indices: every ``ranks``-th one, without repetitions.
 
-    So ranks may get unequal numbers of batches. ``batch_size`` has no effect.
+    Ranks may therefore get unequal numbers of batches. ``batch_size`` has no effect.
     """
     return indices[rank::ranks]
 
 
 def deal_steps(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """Return one rank's part, each index once, for ranks that take every step together.
+    """Return one rank's part of the indices, for ranks that take every step together.
 
-    A rank that would have no index in the last step gets one a second time, so that it can take the step, too.
-    `in_the_last_step` does not count such a repetition.
+    Each index belongs to one part. A rank that would have no index in the last step gets one of its indices a second
+    time, so that it can take the step, too. `in_the_last_step` does not count this repetition.
 
     >>> [deal_steps([0, 1, 2, 3, 4], rank, 2, 2) for rank in range(2)]
     [[0, 2, 4], [1, 3, 3]]
@@ -178,7 +191,7 @@ def deal_steps(indices: list[int], rank: int, ranks: int, batch_size: int) -> li
 
 
 def in_the_last_step(left: int, ranks: int, batch_size: int) -> list[int]:
-    """Return how many indices each rank has in the last step, if `deal_steps` divides ``left`` indices.
+    """Return the number of indices that each rank has in the last step, if `deal_steps` divides ``left`` indices.
 
     >>> in_the_last_step(5, 2, 2), in_the_last_step(7, 2, 2)
     ([1, 0], [2, 1])
@@ -192,14 +205,13 @@ Joined = Mapping[Any, tuple[list[Tensor], Tensor]]
 
 
 class DataShard(NamedTuple):
-    """The part of one rank in an epoch, in plain values.
+    """The share of one rank in an epoch: a sequence of batches, described by plain values.
 
     Args:
-        first: Number of the part's first batch, in this rank's epoch.
-        end: Number of the part's last batch, plus one; infinite for a part of a stream.
-        skipped: Number of batches that this rank's loaders yield before batch ``first`` although they are not in the
-            part.
-        cycles: Whether a loader that ends before others begins again; otherwise it has no more batches.
+        first: Number of the share's first batch, counted in this rank's epoch.
+        end: Number of the share's last batch, plus one; infinite for a part of a stream.
+        skipped: Number of batches that this rank's loaders yield before batch ``first``, but that are not in the share.
+        cycles: Whether a loader that ends before others begins again. If False, it has no more batches.
         loaders: For each loader, a description of its indices, see `describe`, and its number of batches. The
             description is None if the indices cannot be known.
     """
@@ -212,22 +224,22 @@ class DataShard(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether other ranks can compute the batches."""
+        """Whether other ranks can compute the share's batches."""
         return all(told is not None and told["kind"] in ("distributed", "given") for told, _ in self.loaders)
 
     @property
     def is_of_stream(self) -> bool:
-        """Whether the part belongs to a stream that other ranks can read, too; its number of samples is unknown."""
+        """Whether the share is a part of a stream that other ranks can read, too. Its number of samples is unknown."""
         return len(self.loaders) == 1 and (self.loaders[0][0] or {}).get("kind") == "stream"
 
     @property
     def lengths(self) -> list[int]:
-        """Length of each loader's dataset."""
+        """The length of each loader's dataset."""
         return [told["length"] for told, _ in self.loaders if told is not None]
 
 
 def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
-    """Return a description of a loader's indices in this epoch, for other ranks, and its number of batches.
+    """Return a description of a loader's indices in this epoch, for other ranks, and the loader's number of batches.
 
     If the indices cannot be described, return None and 0.
     """
@@ -238,9 +250,10 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
 
 
 def stream_of(loader: Any) -> dict[str, Any] | None:
-    """Return a description of a loader's part of a stream in this epoch.
+    """Return a description of the part of a stream (an iterable dataset) that a loader reads in this epoch.
 
-    Other ranks can read the rest of the part by it. Returns None if they could not.
+    If this rank is lost, the other ranks read the rest of the part by this description. Returns None if the data cannot
+    be described.
     """
     if not _is_plain(loader) or not getattr(loader, "in_order", True):
         return None
@@ -259,7 +272,9 @@ def _is_plain(loader: Any) -> bool:
 
 
 def distributed(told: dict[str, Any]) -> Tensor:
-    """Return the indices of a rank's whole epoch, as torch's DistributedSampler computes them.
+    """Return the indices that a rank takes in a whole epoch, as torch's DistributedSampler computes them.
+
+    ``told`` has the attributes of the sampler.
 
     >>> told = {"length": 5, "num_replicas": 2, "rank": 1, "shuffle": False, "seed": 0, "epoch": 0, "drop_last": False}
     >>> distributed(told).tolist()
@@ -271,16 +286,16 @@ def distributed(told: dict[str, Any]) -> Tensor:
     order = _order(length, told["seed"] + told["epoch"] if told["shuffle"] else None)
     count = length // ranks if told["drop_last"] else -(-length // ranks)
     mine = order[rank::ranks][:count]  # a view, because there may be millions of indices
-    # As DistributedSampler does: the first indices come again, so that all ranks have as many.
+    # As DistributedSampler does: the first indices are repeated, so that all ranks have equally many.
     padding = torch.arange(rank + len(mine) * ranks, rank + count * ranks, ranks) % max(1, length)
     return torch.cat([mine, order[padding]]) if len(mine) < count else mine
 
 
 @functools.lru_cache(maxsize=1)
 def _order(length: int, seed: int | None) -> Tensor:
-    """Return all indices in the order of an epoch.
+    """Return all indices in the order of an epoch, shuffled by ``seed``; None: in ascending order.
 
-    The last result is cached. All ranks' shares of an epoch are computed from the same order, while all ranks wait.
+    The last result is cached: all ranks' shares of an epoch are computed from the same order, while all ranks wait.
     """
     if seed is None:
         return torch.arange(length)
@@ -291,7 +306,7 @@ class JoinedBatches(NamedTuple):
     """The batches of several shares, one share after the other.
 
     Args:
-        indices: Indices of each loader.
+        indices: Sample indices of all shares, for each loader.
         starts: Position of each batch's first index in ``indices``, for each loader.
         lengths: Number of indices of each batch, for each loader.
     """
@@ -302,7 +317,9 @@ class JoinedBatches(NamedTuple):
 
     @classmethod
     def of(cls, shares: Iterable[tuple[DataShard, int]], already: Joined | None = None) -> JoinedBatches:
-        """Join the batches of shares, without the indices that a sampler repeats so that all ranks have equally many.
+        """Join the batches of shares.
+
+        Indices that a sampler repeats as padding, so that all ranks have equally many, are left out.
 
         Args:
             shares: Each share, with the number of the first batch to take from it.
@@ -339,12 +356,12 @@ class JoinedBatches(NamedTuple):
 class Dealt(Mapping[str, DataShard]):
     """The shares into which batches are divided, by name of the rank that gets the share.
 
-    A share is computed only when it is first read. All ranks wait meanwhile, so no rank computes shares that it does
-    not need.
+    All ranks wait while a rank computes shares. Therefore each share is computed only when it is first read, and no
+    rank computes shares that it does not need.
 
     Args:
         left: Batches to divide.
-        takers: Number of the next batch of each rank that gets a share, by name.
+        takers: For each rank that gets a share, by name, the number of its next batch.
         like: Description of the loaders that the shares are for.
     """
 
@@ -373,7 +390,7 @@ class Dealt(Mapping[str, DataShard]):
 
 
 def joined(shares: Iterable[DataShard]) -> Joined:
-    """Concatenate all indices of these shares ahead of time, so that `inherited` takes less time when ranks wait."""
+    """Concatenate all indices of these shares ahead of time, so that `inherited` is faster while all ranks wait."""
     cut = [found for each in shares if each.is_known and (found := _columns(each, each.first))]
     found = [[indices for indices, _, _ in column] for column in zip(*cut, strict=True)]
     return {_places(indices): (indices, torch.cat(indices)) for indices in found}
@@ -382,10 +399,10 @@ def joined(shares: Iterable[DataShard]) -> Joined:
 def inherited(
     shares: Iterable[tuple[DataShard, int]], takers: Mapping[str, int], already: Joined | None = None
 ) -> Dealt:
-    """Deal out the batches that are left of lost ranks' shares to the live ranks, each batch once.
+    """Divide the remaining batches of lost ranks' shares among the live ranks, each batch once.
 
     The numbers of batches that two live ranks get differ by one at most. If lost ranks had batches of unequal sizes,
-    the new shares have batches of the smallest size, because batches of that size fit into every rank's memory.
+    the new shares have batches of the smallest size, because every rank has enough memory for that size.
 
     Args:
         shares: Each lost rank's share, with the number of the first batch that the rank has not trained on.
@@ -398,7 +415,7 @@ def inherited(
     [(5, 7, [4, 5, 8]), (7, 8, [6, 7])]
     """
     known = [(each, begin) for each, begin in shares if each.is_known]
-    # A taker with larger batches has room for small ones, but not the other way round.
+    # A rank with larger batches has enough memory for small ones, but not the other way round.
     like = min((each.loaders for each, _ in known), key=_sizes, default=[])
     return Dealt(JoinedBatches.of(known, already), takers, like)
 
@@ -406,7 +423,9 @@ def inherited(
 def streamed(
     shares: Iterable[tuple[DataShard, int]], takers: Mapping[str, tuple[DataShard, int]]
 ) -> dict[str, DataShard]:
-    """Deal out the rest of lost ranks' parts of a stream to the live ranks, by samples, whose number is unknown.
+    """Divide the rest of lost ranks' parts of a stream among the live ranks, sample by sample.
+
+    The number of remaining samples is unknown, so the new shares have no end.
 
     Args:
         shares: Each lost rank's share, with the number of the first batch that the rank has not trained on.
@@ -425,7 +444,9 @@ def streamed(
 
 
 def before(one: DataShard, others: Iterable[DataShard]) -> DataShard:
-    """Return the part of a lost rank's share that comes before the batch at which its restarted process continues.
+    """Return the first part of a lost rank's share, which ends where the restarted process of the rank continues.
+
+    Without a restarted process, return the whole share.
 
     Args:
         one: Share of the lost rank.
@@ -441,7 +462,7 @@ def before(one: DataShard, others: Iterable[DataShard]) -> DataShard:
 def unheard(shares: Iterable[DataShard]) -> list[DataShard]:
     """Return the shares of ranks that were lost at the start of an epoch, before they could describe their shares.
 
-    They follow from the shares that the other ranks have described.
+    These shares are computed from the shares that the other ranks have described.
 
     Args:
         shares: Shares of the other ranks.
@@ -497,7 +518,7 @@ def _join(columns: Sequence[tuple[Tensor, Tensor, Tensor]], already: Joined) -> 
 def _given(left: JoinedBatches, mine: Tensor, first: int, like: list[tuple[dict[str, Any] | None, int]]) -> DataShard:
     """Return the batches of ``left`` with the numbers ``mine`` as one rank's share.
 
-    Batches that are not full come last in it, because a loader cuts the indices of a share into full batches.
+    A loader cuts the indices of a share into full batches. Therefore batches that are not full come last in the share.
 
     Args:
         left: Batches that lost ranks have not trained on.
@@ -524,12 +545,13 @@ def _given(left: JoinedBatches, mine: Tensor, first: int, like: list[tuple[dict[
 def by_steps(
     left: Iterable[tuple[DataShard, int]], takers: Mapping[str, int], sizes: Mapping[str, int], whole: bool = False
 ) -> dict[str, DataShard]:
-    """Deal out each sample once, for ranks with batches of unequal size that take every step together.
+    """Divide samples, each once, among ranks with batches of unequal size that take every step together.
 
-    Step :math:`s` has the samples :math:`sn` to :math:`(s+1)n` of the remaining ones, in the order in which ranks with
-    equal batches would train on them; :math:`n` is the sum of all ``sizes``. The last step may have fewer samples,
-    which are divided as closely to the proportions of ``sizes`` as possible; every rank has one at least if there are
-    enough. No shares are returned if a rank would have no sample at all.
+    Step :math:`s` has the samples :math:`sn` to :math:`(s+1)n` of those that lost ranks have not trained on, where
+    :math:`n` is the sum of all ``sizes``. The samples are in the sequence in which ranks with equal batches would have
+    trained on them. The last step may have fewer samples. They are divided as closely to the proportions of ``sizes``
+    as possible, and every rank has at least one if there are enough. If a rank would have no sample at all, no shares
+    are returned.
 
     Args:
         left: Each lost rank's share, with the number of the first batch that the rank has not trained on.
@@ -569,7 +591,10 @@ def by_steps(
 
 
 def _of_the_last(rest: int, sizes: list[int]) -> list[int]:
-    """Divide the last step's samples; if there are enough, each rank has one at least, so that all take the step."""
+    """Return the number of samples that each rank has in the last step, which has ``rest`` samples.
+
+    If there are enough, each rank has at least one, so that all ranks take the step.
+    """
     one = 1 if rest >= len(sizes) else 0
     room = [size - one for size in sizes]
     more = largest_remainder(rest - one * len(sizes), room) if any(room) else [0] * len(sizes)
@@ -581,9 +606,9 @@ def _begins(lengths: list[int]) -> list[int]:
 
 
 def _in_order(left: list[tuple[DataShard, int]]) -> Tensor:
-    """Return the remaining samples, in the order in which the ranks would have trained on them.
+    """Return the remaining samples of shares, in the sequence in which the ranks would have trained on them.
 
-    ``left`` has each rank's part, with the number of the first batch that the rank has not trained on.
+    ``left`` has each rank's share, with the number of the first batch that the rank has not trained on.
     """
     batches = JoinedBatches.of(left)
     lengths = [len(JoinedBatches.of([each])) for each in left]
@@ -595,7 +620,10 @@ def _in_order(left: list[tuple[DataShard, int]]) -> Tensor:
 
 
 def _once(samples: Tensor) -> Tensor:
-    """Remove repeated indices, which a sampler, or a checkpoint of other ranks, adds to give ranks equal numbers."""
+    """Remove repeated indices.
+
+    A sampler, or a checkpoint of another number of ranks, repeats indices to give all ranks equal numbers of them.
+    """
     if not (samples.bincount() > 1).any():  # a shortcut: all ranks wait, and sorting millions takes long
         return samples
     _, places = samples.unique(return_inverse=True)

@@ -25,7 +25,7 @@ def sources_of(loaders: Sequence[Any]) -> list[Source]:
 
 
 def generators_of(sources: Sequence[Source]) -> Generators:
-    """Return the random generators of the process, its devices, and these loaders."""
+    """Return the random generators of this process, of its devices, and of these loaders."""
     named = {
         f"{index}.{path}": generator
         for index, source in enumerate(sources)
@@ -37,10 +37,9 @@ def generators_of(sources: Sequence[Source]) -> Generators:
 def recounted(sources: Sequence[Source], positions: Sequence[Position]) -> list[Position]:
     """Return saved positions, converted to these loaders.
 
-    Batch sizes, datasets or workers may have changed since the save.
-
-    If there is only one loader, its position is converted by counting samples. A warning names what cannot be continued
-    exactly.
+    Batch sizes, lengths of datasets, or numbers of workers may have changed since the save. A single loader's position
+    is converted by counting samples. Several loaders continue after the same numbers of batches as at the save. A
+    warning names what cannot be continued exactly.
     """
     found = list(positions)
     if len(sources) == len(positions):
@@ -57,7 +56,10 @@ def _sizes(batch_size: int | None, length: int | None, workers: int | None) -> s
 
 
 def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
-    """Begin the next iteration of each loader at its position; raise ValueError without a position for each loader."""
+    """Make the next iteration of each loader begin at its position.
+
+    Raise ValueError if the number of positions is not the number of loaders.
+    """
     if len(sources) != len(positions):
         raise ValueError(
             f"the checkpoint is of a training with {len(positions)} train dataloaders, and this one has {len(sources)}."
@@ -75,7 +77,7 @@ def _source_of(loader: Any, name: str) -> Source:
 
 
 class Source:
-    """One loader of a training: any iterable over batches.
+    """A loader of a training, which may be any iterable over batches, with its position.
 
     Args:
         loader: The loader.
@@ -90,10 +92,10 @@ class Source:
         self.name = name
         self.stand_in = loader
         self.idle = False
-        """Whether an iteration yields nothing, because nobody reads it: Lightning makes one at the start of fit."""
+        """Whether the next iteration yields nothing. Lightning makes one at the start of a fit that nobody reads."""
         self.ahead = True
         self.told: Callable[[], bool] = lambda: False
-        """Returns whether this process was told to stop; then workers that SIGTERM has ended are replaced."""
+        """Returns whether this process was told to stop. Only then, workers that SIGTERM has ended are replaced."""
         self._armed: Position | None = None
 
     def generators(self) -> dict[str, Any]:
@@ -111,37 +113,42 @@ class Source:
         raise NotImplementedError
 
     def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
-        """Return a function that returns the present `position`. Call the function before the second fetch from now.
+        """Return a function that returns the `position` as it is now.
+
+        The function is valid for one more fetch of a batch.
 
         Args:
-            before: Whether it is the position before the batch that was fetched last.
+            before: Whether the function returns the position before the batch that was fetched last.
             ended: Whether the loader has no more batches.
         """
         position = self.position(before, ended)
         return lambda: position
 
     def begin_at(self, position: Position) -> None:
-        """Begin the next iteration at this position."""
+        """Make the next iteration begin at this position."""
         raise NotImplementedError
 
     def differs(self, position: Position) -> bool:
-        """Return whether batch size, length of the dataset, or number of a stream's workers changed since the save."""
+        """Return whether the batch size, the dataset's length, or a stream's number of workers has changed.
+
+        ``position`` has the values at the save.
+        """
         return False
 
     def recount(self, position: Position) -> Position:
-        """Return the saved position, converted to this loader's batches; called if the loader `differs`."""
+        """Return the saved position, converted to this loader's batches; called if `differs` returns True."""
         return position
 
     def behind_as_many(self, position: Position, loaders: int) -> Position:
-        """Return the position after as many batches as at the save, with a warning; for one of several loaders.
+        """Return the position after the same number of batches as at the save, and warn that this is not exact.
 
-        Called if the loader `differs`; ``loaders`` is the number of loaders.
+        Called for each of several loaders (``loaders`` is their number) if `differs` returns True.
         """
         loader = self.loader
         workers = position.get("num_workers")
         log.warning(
-            "%s has %s, and %s when the checkpoint was made: as it is one of %d train dataloaders, it continues after "
-            "as many batches as then (%d), so that samples of this epoch are skipped or repeated.",
+            "%s has %s, and had %s when the checkpoint was made. It is one of %d train dataloaders, so it continues "
+            "after the same number of batches (%d): samples of this epoch are skipped or repeated.",
             self.name, _sizes(size_of(loader), length_of(loader), workers_of(loader)),
             _sizes(position["batch_size"], position.get("length"), workers), loaders, position["taken"],
         )  # fmt: skip
@@ -152,7 +159,10 @@ class Source:
         return then is not None and workers_of(self.loader) not in (None, then)
 
     def _begun_anew(self, position: Position) -> Position:
-        """Warn that the epoch begins again, because the remaining samples are unknown; return its first position."""
+        """Return the position of the epoch's beginning, and warn that the epoch begins again.
+
+        This is for a position from which it is unknown which samples were left.
+        """
         loader = self.loader
         taken = position["taken"]
         size = position["batch_size"]
@@ -160,7 +170,7 @@ class Source:
         if taken:
             log.warning(
                 "%s has num_workers=%d and batch_size=%s, and had num_workers=%d and batch_size=%s when the checkpoint "
-                "was made. It is unknown which samples it had left, so this epoch begins again: %d batches (%d "
+                "was made. It is unknown which samples were left, so this epoch begins again: %d batches (%d "
                 "samples) that were trained on come again. With num_workers=%d and batch_size=%s it could continue.",
                 self.name, loader.num_workers, size_of(loader), workers, size,
                 taken, taken * (size or 1), workers, size,
@@ -172,10 +182,10 @@ class Source:
         return []
 
     def detach(self) -> None:
-        """Restore the loader as it was."""
+        """Restore the loader to its state before this object was made."""
 
     def _set_epoch(self, position: Position) -> None:
-        """Tell the dataset its epoch; the hook that usually does this is called at the epoch's start only."""
+        """Set the dataset's epoch number. Lightning's hook for this is called at an epoch's start only."""
         tell = getattr(getattr(self.loader, "dataset", None), "set_epoch", None)
         if position.get("epoch") is not None and callable(tell):
             tell(position["epoch"])
@@ -189,9 +199,9 @@ class Source:
 
 
 def _without_states(position: Position, loader: Any) -> Position:
-    """Return the position without random, dataset and worker states, which do not fit the present workers.
+    """Return the position without the states of random generators, dataset and workers, which do not fit this loader.
 
-    Such a position is reached by fetching the batches before it again.
+    To reach such a position, the batches before it are fetched again.
     """
     states = {"dataset": None, "random": None, "seed": None, "turn": 0, "workers": {}, "first": {}}
     sizes = {"batch_size": size_of(loader), "length": length_of(loader), "num_workers": workers_of(loader)}
@@ -264,8 +274,8 @@ class _OfDataLoader(Source):
             return self._undrawn(position)
         if type(self.loader.batch_sampler) is not BatchSampler or (order := self._order(position)) is None:
             log.warning(
-                "%s has %s, and %s when the checkpoint was made. Its samples are only known by its own batches, so "
-                "it continues behind as many as then (%d), and samples of this epoch may be skipped or repeated.",
+                "%s has %s, and had %s when the checkpoint was made. It is unknown which samples its batches had, so "
+                "it continues after the same number of batches (%d): samples of this epoch may be skipped or repeated.",
                 self.name, _sizes(now, length_of(self.loader), None), _sizes(then, position["length"], None),
                 position["taken"],
             )  # fmt: skip
@@ -273,10 +283,11 @@ class _OfDataLoader(Source):
         return self._behind(position, order)
 
     def _undrawn(self, position: Position) -> Position:
-        """Return ``position``, from which nothing was fetched yet, converted to this loader's batch size.
+        """Return ``position``, from which nothing was fetched yet, converted to the dataset's present length.
 
-        The position is the start of an epoch, or of the rest of an epoch that was divided among another number of
-        ranks.
+        If the position is the start of a normal epoch, it is returned unchanged. If it lists the rest of an epoch,
+        which was divided among another number of ranks, then indices that the dataset no longer has are removed. The
+        rest keeps the batch size of the save, and a warning says so.
         """
         told = position.get("share") or {}
         then = position["batch_size"]
@@ -302,7 +313,10 @@ class _OfDataLoader(Source):
     def _still_there(self, position: Position, left: list[int], as_many: bool = False) -> list[int]:
         """Return the indices in ``left`` that the dataset still has; warn if the dataset's length has changed.
 
-        ``as_many`` is passed on to `kept`.
+        Args:
+            position: Saved position, which has the dataset's length at the save.
+            left: Indices that were not trained on.
+            as_many: Whether lost indices are replaced, so that there are as many as before; see `kept`. Default: False.
         """
         length = len(self.loader.dataset)
         sampler = getattr(self.loader.batch_sampler, "sampler", None)
@@ -310,14 +324,14 @@ class _OfDataLoader(Source):
             gone = len(left) - len(kept(left, length, as_many=False))
             log.warning(
                 "The dataset of %s has %d samples, and had %d when the checkpoint was made. This epoch continues with "
-                "the %d samples that it had left%s. An index is taken for the same sample as then.",
+                "the %d samples that were left%s. Each index is assumed to be the same sample as before.",
                 self.name, length, position["length"], len(left) - gone,
                 f", and without the {gone} that are gone" if gone else "; new samples come in the next epoch",
             )  # fmt: skip
         return kept(left, length, as_many=as_many or isinstance(sampler, DistributedSampler))
 
     def _order(self, position: Position) -> list[int] | None:
-        """Return all indices of the epoch under way, in order; None if they cannot be known."""
+        """Return all indices of the present epoch, in the order of the epoch; None if they cannot be known."""
         if position.get("share") is not None:
             return share(position)
         batches = self.loader.batch_sampler
@@ -337,7 +351,7 @@ class _OfDataLoader(Source):
     def _behind(self, position: Position, order: list[int]) -> Position:
         """Return a position from which the remaining indices of ``order`` come next, in batches of the present size.
 
-        The remaining ones are those that training had not reached at ``position``.
+        The remaining indices are those that training had not reached at ``position``.
         """
         told = position.get("share") or {}
         size = size_of(self.loader) or 1
@@ -362,7 +376,7 @@ class _OfDataLoader(Source):
     def _refetched(self, position: Position, then: int, now: int) -> Position:
         """Return the position in an iterable dataset after the batch size has changed from ``then`` to ``now``.
 
-        If the dataset has no state of its own, the position is rounded down to whole batches of each worker.
+        If the dataset has no saved state, the position is rounded down to whole batches of each worker.
         """
         samples = position["taken"] * then
         if resumable(self.loader.dataset):  # the dataset's own state holds its place
@@ -379,9 +393,9 @@ class _OfDataLoader(Source):
         return {**position, "batch_size": now, "taken": taken}
 
     def _of_one_reader(self, position: Position) -> Position:
-        """Convert a position between two kinds of reading: by this process, and by one worker.
+        """Convert a position after a change between reading in this process and reading in one worker.
 
-        The save used one kind, and the loader uses the other one now.
+        At the save, the dataset was read in one of the two ways. This loader reads it in the other way.
         """
         workers = position["workers"]
         state = workers.get(0, {}).get("dataset") if position["num_workers"] else position["dataset"]
@@ -392,7 +406,7 @@ class _OfDataLoader(Source):
             return {**moved, **into, "batch_size": position["batch_size"]}
         if position["taken"]:
             log.warning(
-                "%s has num_workers=%d, and had num_workers=%d when the checkpoint was made. It continues behind %d "
+                "%s has num_workers=%d, and had num_workers=%d when the checkpoint was made. It continues after %d "
                 "batches (%d samples) of this epoch. If its dataset draws the order from the process, and not from "
                 "a seed of its own, these are not the ones that were trained on; with num_workers=%d they are.",
                 self.name, loader.num_workers, position["num_workers"], position["taken"],
@@ -440,9 +454,9 @@ class _OfDataLoader(Source):
 
 
 class _IteratorsOf:
-    """A replacement of a loader's `_get_iterator`, whose iterators keep their position.
+    """A function that replaces a loader's `_get_iterator`, and makes iterators that know their position.
 
-    A pickle or a deep copy of the loader has torch's own `_get_iterator` again.
+    A pickle or a deep copy of the loader has torch's `_get_iterator`, and not this one.
     """
 
     def __init__(self, source: _OfDataLoader) -> None:
@@ -457,9 +471,9 @@ class _IteratorsOf:
 
 
 class _OfIterable(Source):
-    """A source for an iterable that is no DataLoader.
+    """A source for an iterable that is not a plain DataLoader of torch.
 
-    It resumes by ``load_state_dict``, or by fetching batches again.
+    It resumes with the iterable's ``load_state_dict``, or by fetching batches again.
     """
 
     def __init__(self, loader: Any, name: str) -> None:
@@ -609,7 +623,10 @@ class _OfIterable(Source):
 
 
 class _Followed:
-    """A loader that replaces another one. Its iterations keep the position of the loader's source up to date."""
+    """A loader that stands in for another loader.
+
+    Its iterations keep the position of the loader's `Source` up to date.
+    """
 
     def __init__(self, loader: Any, iterator: Callable[[], Iterator[Any]]) -> None:
         self._loader = loader

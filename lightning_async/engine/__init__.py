@@ -9,8 +9,8 @@ algorithm: components, such as model averaging and gradient averaging, register 
 
 - `ControlPlane` holds what all components share; `EngineLoop` is the engine's thread; `GroupRecovery` forms new groups.
 - `EngineComponent` and `RoundType` are the interfaces of components, implemented in `averaging` and `gradients`.
-- `Replica` lays a module's tensors out in flat `Buckets`; `SharedState` is the rest of what both threads share.
-- `SyncPoints` and `LightningCollectives` are for the training thread, where all ranks must meet.
+- `Replica` lays a module's tensors out in flat `Buckets`. `SharedState` is all else that the two threads below share.
+- `SyncPoints` and `LightningCollectives` are for the training thread, where it must wait for all other ranks.
 
 Threads: the training thread writes parameters, packs them into buckets, and merges results into them. The engine's
 thread exchanges headers and payloads, and never writes parameters. Both wait on the one lock `SharedState.changed`.

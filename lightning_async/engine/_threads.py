@@ -18,8 +18,8 @@ T = TypeVar("T")
 def share_out(do: Callable[[Piece], T], pieces: Iterable[Piece], threads: int) -> list[T]:
     """Call ``do`` with every piece on several threads, the calling one included; return the results in any order.
 
-    ``do`` should be mostly native code that releases the interpreter's lock. The first error that it raises ends the
-    work, with some pieces left undone, and is raised here.
+    ``do`` should be mostly native code that releases the interpreter's lock. If ``do`` raises an error, no further
+    piece is begun, and the first error is raised here.
 
     >>> sorted(share_out(lambda piece: piece * piece, range(4), threads=2))
     [0, 1, 4, 9]

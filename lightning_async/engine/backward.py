@@ -1,9 +1,9 @@
-"""A watch over backward passes, which takes each part of the gradients once it is complete, the last layers first.
+"""A watch over backward passes, which reports each part of the gradients once it is complete, the last layers first.
 
 A part of the layout is complete as soon as all of its parameters that had a gradient in an earlier pass have one now;
 in the first pass, as soon as all of its parameters have one. Gradients that come or change later (of a parameter that
 was never used before, by a second backward pass, by a hook) are found at the end of the pass: each parameter's gradient
-is compared with the one that was taken, by identity and by torch's version counter.
+is compared with the one that was reported, by identity and by torch's version counter.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object
 class Backward:
     """A watch over the backward passes of one model, on the training thread.
 
-    ``take`` is called with the spans of the layout that have just become complete, in order, each once in a pass. From
-    that call on, every difference in one of their gradients counts as a change, which `finish` reports.
+    ``take`` is called with the spans of the layout whose gradients have just become complete. In each pass, every span
+    is reported once, from the end of the layout to its start. If a gradient changes after that call, `finish` returns
+    its parameter.
     """
 
     def __init__(

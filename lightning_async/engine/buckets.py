@@ -4,7 +4,7 @@
     FREE --- all ranks' headers decide that a payload is exchanged ---> ENGINE --- the result has arrived ---> FREE
     FREE --- the training thread takes what has arrived ---> TRAINING --- merged into the parameters ---> FREE
 
-While the engine's thread exchanges a header (`announced`), no new message becomes ready, so that the header stays true.
+While the engine's thread exchanges a header (`announced`), no new message becomes ready: the header stays correct.
 
 The bucket `sent` holds the snapshot of the parameters. During an exchange it holds the averaging rule's message, and
 afterwards the snapshot again. The bucket `received` holds the target of the last round. A replica that was absent in a
@@ -44,10 +44,13 @@ class Message:
 
 
 class RoundType(ABC):
-    """A kind of round: what it moves and what it changes. All its methods are called on the engine's thread."""
+    """A kind of round, which defines what data ranks exchange and which state they change with the result.
+
+    All its methods are called on the engine's thread.
+    """
 
     takes_marks = True
-    """Whether a checkpoint may belong to a round of this type: after it all replicas hold one model, or could."""
+    """Whether ranks may save a checkpoint of a round of this type; False if the round gives replicas no new model."""
 
     @abstractmethod
     def begin(self, plan: Any, id: int, parts: Sequence[Any]) -> InFlightRound:
@@ -75,7 +78,7 @@ class RoundType(ABC):
 
     @abstractmethod
     def hand_over(self, exchange: Any) -> None:
-        """Update the counts of work; give the training thread the result, if any.
+        """Update the counts of this replica's work, and pass the result, if any, to the training thread.
 
         The caller holds `SharedState.changed`.
         """
@@ -110,7 +113,9 @@ class BucketOwner(enum.Enum):
 
 
 class Buckets:
-    """Two flat fp32 buckets of a replica, with at most one message that waits and one result that has arrived.
+    """Two flat fp32 buckets of a replica, one for the message to be sent and one for the result that is received.
+
+    At most one message waits for a round, and at most one result waits for the training thread.
 
     The buckets belong to the training thread or to the engine's thread, as `owner` says. A thread that changes `owner`
     holds the lock of the shared state.
@@ -143,7 +148,7 @@ class Buckets:
         replica.pack_(self.received)
 
     def begin(self, registered: Callable[[Tensor], Tensor]) -> None:
-        """Take the present parameters as the target of the last round, because there was no round yet.
+        """Prepare for the first round: pack the present parameters into `received`, in place of a last round's target.
 
         Buckets that are not on the CPU are allocated anew; for ``registered`` see `lay_out`.
         """
@@ -189,9 +194,9 @@ class Buckets:
 
     @contextmanager
     def alone(self, see: Callable[[], None]) -> Iterator[None]:
-        """Let the training thread use the buckets during the block; wait until no header is being exchanged.
+        """Wait until no header is being exchanged, then let the training thread use the buckets during the block.
 
-        The payload that follows a header could overwrite the buckets. For ``see`` see `take_when`.
+        Without the wait, the payload that follows a header could overwrite the buckets. For ``see`` see `take_when`.
         """
         self.take_when(lambda: not self.announced, see)
         with self.used():
@@ -233,7 +238,11 @@ class Buckets:
         return self.message is not None and self.message.ready
 
     def claim(self) -> None:
-        """Make the engine's thread the owner of the buckets, unless the training thread has yet to take a result."""
+        """Wait until the training thread does not use the buckets, then make the engine's thread their owner.
+
+        If a result still waits for the training thread, this call does not wait, and changes no owner. The next payload
+        is then received in a third bucket, see `landing`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self.owner is not BucketOwner.TRAINING or self.arrived is not None)
             if self.arrived is None:
@@ -262,7 +271,10 @@ class Buckets:
 
     @contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Wait until the training thread does not own the buckets; hold the lock while a result is handed over."""
+        """Wait until the training thread does not own the buckets, then hold the lock during the block.
+
+        In the block, the engine's thread passes a result to the training thread with `hand_over`.
+        """
         self.to_training.give()
         with self._changed:
             self._changed.wait_for(lambda: self.owner is not BucketOwner.TRAINING)
@@ -279,14 +291,17 @@ class Buckets:
 
 
 class _Handover:
-    """A CUDA event that orders two threads' streams where one passes buckets to the other; no-op on the CPU."""
+    """A CUDA event, by which the stream of the thread that gets the buckets waits for the other thread's stream.
+
+    On the CPU it does nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event: Any = None
 
     def give(self) -> None:
-        """Record the work that this thread's stream holds by now."""
+        """Record the work that this thread has put on its CUDA stream so far."""
         if self._device.type == "cuda":
             self._event = torch.cuda.current_stream(self._device).record_event()
 

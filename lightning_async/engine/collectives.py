@@ -1,9 +1,10 @@
 """Lightning's collectives over all ranks: real at sync points, local while replicas are asynchronous.
 
-Read `LightningCollectives` first. The training thread makes its operations through `ReplayableCalls`, which numbers
-them and repeats them when groups fail. The engine may form new groups at any time; then some ranks have the answer
-to a call, and others have lost it. Therefore each rank keeps its last answers, and after every reconfiguration the
-ranks compare their call numbers: a rank that is ahead hands over its answers; if none is ahead, all repeat the call.
+Read `LightningCollectives` first. The training thread makes its collective calls through `ReplayableCalls`, which
+numbers them and repeats them when groups fail. The engine may form new groups at any time. Then some ranks may have the
+answer to a call, which is its result, and others may have lost it. Therefore each rank keeps its last answers. After
+new groups are formed, the ranks compare their call numbers: a rank that is ahead sends its answers to the others. If
+no rank is ahead, all repeat the call.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _KEPT = 3  # answers: the source of a broadcast may be done while others still w
 
 
 class Packed(NamedTuple):
-    """A copy of an object, ready to be handed over to other ranks."""
+    """A copy of an object, ready to be sent to other ranks by `LightningCollectives.hand_over`."""
 
     text: str  # see `serialization.take_apart`
     tensors: list[Tensor]  # contiguous copies on the CPU that nothing else uses
@@ -53,16 +54,17 @@ class LightningCollectives:
     """The collectives of a strategy (reduce, gather, broadcast), over a communicator of their own for CPU tensors.
 
     While ``asynchronous`` is set, waiting for all replicas would force them into lockstep, and would deadlock where
-    they take unequal numbers of steps. Then every operation returns this rank's own value and logs one warning.
+    they take unequal numbers of steps. Then operations return this rank's own value, and most of them log one warning;
+    `all_gather` raises RuntimeError.
 
-    Before each operation the ranks compare its name and shape. Where one rank calls something else (for other metrics,
-    say), all ranks get an error that names both calls, instead of a hang. Short data travels in that same exchange.
+    Before each operation the ranks compare its name and shape. If one rank calls something else (for other metrics,
+    say), all ranks get an error that names all calls, instead of a hang. Short data is sent in that same exchange.
 
     Args:
         collectives: Communicator for CPU tensors that only this object uses.
         check: Function that is called during every wait; it raises if a peer was lost.
         deadline: Longest time for one operation. Default 30 minutes.
-        blame: Time within which the death of a rank becomes known. Default 3 s.
+        blame: Time to wait, after a call has failed, until it is known which rank was lost. Default 3 s.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class LightningCollectives:
         self._warned: set[str] = set()
 
     def follow(self, before: LightningCollectives) -> None:
-        """Note which warnings ``before``, the object of an earlier run, has logged, and do not log them again."""
+        """Copy the record of logged warnings from ``before``, an earlier run's object, so that none is logged again."""
         self._warned = before._warned
 
     @property
@@ -90,10 +92,11 @@ class LightningCollectives:
         return self._collectives.world_size
 
     def in_one_generation(self, operation: Callable[[], T]) -> T:
-        """Return the result of ``operation``, all of whose calls were answered by the same ranks.
+        """Call ``operation`` until all of its collective calls are completed by the same ranks; return its result.
 
-        Where new groups were formed between its calls, the operation is repeated. All ranks know in which generation a
-        call was answered, so all of them repeat it, or none. ``operation`` must leave its inputs as they are.
+        If new groups are formed between two of these calls, ``operation`` is repeated. All ranks know in which
+        generation a call was completed, so either all of them repeat ``operation``, or none does. ``operation`` must
+        leave its inputs as they are.
         """
         while True:
             with self.calls.recorded() as generations:
@@ -167,7 +170,10 @@ class LightningCollectives:
         return self.in_one_generation(lambda: self._gather_rows(what, mine)).to(tensor.device)
 
     def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
-        """Gather every rank's tensor; sizes may differ, the number of dimensions may not."""
+        """Gather every rank's tensor; sizes may differ, the number of dimensions may not.
+
+        While replicas are asynchronous, return this rank's tensor only.
+        """
         if self.world_size == 1 or self.asynchronous:
             return [tensor]
         mine = _to_cpu(tensor)
@@ -378,7 +384,7 @@ def _to_cpu(tensor: Tensor) -> Tensor:
 
 
 class CallRecovery(NamedTuple):
-    """The engine's functions by which a failed call has new groups formed, or learns why it failed."""
+    """The engine's functions that a failed collective call uses: to ask for new groups, or to learn why it failed."""
 
     report: Callable[[PeerLost | CollectiveError], None]  # asks for new groups, because of this error
     check: Callable[[], None]  # raises if the engine has failed itself
@@ -397,9 +403,9 @@ class CallAnswer(NamedTuple):
 class ReplayableCalls:
     """The training thread's collective calls: one at a time, numbered, in the same order on all ranks.
 
-    Answers are equal on all ranks. A call that fails is repeated in the next generation, or its answer is handed over
-    by a rank that has it. The training thread makes the calls and waits on `_changed`; the engine's thread calls
-    `suspend`, `settle` and `abandon`.
+    The answer (result) of a call is equal on all ranks. A call that fails is repeated in the next generation, unless a
+    rank has the answer already: that rank sends it to the others. The training thread makes the calls and waits on
+    `_changed`; the engine's thread calls `suspend`, `settle` and `abandon`.
     """
 
     def __init__(
@@ -447,7 +453,10 @@ class ReplayableCalls:
                 # this one has not reported it.
 
     def wait(self, what: str, pending: Pending[Any]) -> None:
-        """Wait for an operation outside the numbered calls, which is not repeated. Raises as a call does."""
+        """Wait for an operation that is none of the numbered calls, so that it is not repeated after a failure.
+
+        Raises the same errors as a call does.
+        """
         started = time.monotonic()
         formed = self._formed
         try:
@@ -458,7 +467,10 @@ class ReplayableCalls:
 
     @contextmanager
     def recorded(self) -> Iterator[set[int]]:
-        """Yield a set of the generations in which the calls of this context, and of nested ones, are answered."""
+        """Yield a set, to which each call made in the block adds the generation in which it was completed.
+
+        The set is empty at first. Calls in nested blocks count, too.
+        """
         outer = self._seen
         self._seen = set()
         try:
@@ -532,13 +544,13 @@ class ReplayableCalls:
         ) from error
 
     def suspend(self) -> None:
-        """Note that new groups are being formed: ignore answers that calls under way still get."""
+        """Record that new groups are being formed. Answers to calls under way are ignored from now on."""
         with self._changed:
             self._forming = True
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Note that the engine has ended: calls that fail from now on are not repeated."""
+        """Record that the engine has ended. Calls that fail from now on are not repeated."""
         with self._changed:
             self.recovery = None
             self._forming = False

@@ -1,4 +1,4 @@
-"""The mean of all replicas' messages, moved compressed: as codes of 8 or 16 bits, or by their largest elements."""
+"""The mean of all replicas' messages, sent compressed: as codes of 8 or 16 bits, or as their largest elements only."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class CompressedMean(ABC):
 
     .. math:: q_i = \mathrm{C}(u_i), \qquad \bar q = \sum_i w_i q_i
 
-    For parameters, the message :math:`u_i` is overwritten by :math:`q_i`, which the other ranks decode. The replica
-    then adds the difference between the mean and :math:`q_i` to its parameters. So the error :math:`u_i - q_i` stays in
-    its parameters and becomes part of its next message. This is error feedback without a buffer, and a round that fails
-    leaves nothing to undo. Gradients do not stay anywhere, so their errors are added to a ``residual``, and the message
-    is not changed.
+    :math:`u_i` is the message of replica :math:`i`, and :math:`q_i` is what the other ranks decode from its compressed
+    form. For parameters, the message is overwritten by :math:`q_i`. The replica then adds the difference between the
+    mean and :math:`q_i` to its parameters. So the error :math:`u_i - q_i` stays in its parameters and becomes part of
+    its next message. This is error feedback without a buffer, and a round that fails leaves nothing to undo. Gradients
+    do not stay anywhere, so their errors are added to a ``residual``, and the message is not changed.
 
     Messages are sent in parts of the given ``sizes``. In each part, this rank averages and encodes ``num_carried``
     elements of the mean for all others. This second encoding has errors, too: they are added to the ``residual``, or,
@@ -97,7 +97,7 @@ class CompressedMean(ABC):
 
 
 class CodedMean(CompressedMean):
-    """A mean of messages whose elements travel as codes: "int8" or "fp8" with a scale per 256 elements, or "bf16".
+    """A mean of messages whose elements are sent as codes: "int8" or "fp8" with a scale per 256 elements, or "bf16".
 
     Two ranks gather both messages and average them. With more ranks, each rank receives one part of all messages,
     averages it, and encodes the average for all others. The rounding error of this second encoding is added in the next
@@ -154,7 +154,15 @@ class CodedMean(CompressedMean):
             carried.zero_()
 
     def _encode(self, part: Tensor, message: Tensor | None, room: int, residual: Tensor | None) -> None:
-        """Encode the message, padded with zeros to ``room`` codes; without a residual, overwrite it by its decoding."""
+        """Encode ``message`` into the memory of sent codes, padded with zeros to ``room`` codes.
+
+        Args:
+            part: Scratch memory of the message's size, which may be overwritten.
+            message: Part of this rank's message; None for zeros. Without a ``residual`` it is overwritten by its
+                decoded values.
+            room: Number of codes.
+            residual: Errors of earlier messages, see `move_`; None if there is none.
+        """
         numel = len(part) if message is not None else 0
         codes, scales = self._sent.row(room)
         codes[numel:].view(torch.uint8).zero_()
@@ -173,7 +181,7 @@ class CodedMean(CompressedMean):
 
 
 class SparseCode(Protocol):
-    """An interface for encodings of a part of a message by its largest elements, such as `TopK`."""
+    """An interface for codes that keep only the largest elements of a part of a message, such as `TopK`."""
 
     def message_bytes(self, numel: int) -> int: ...
 
@@ -183,7 +191,7 @@ class SparseCode(Protocol):
 
 
 class SparseMean(CompressedMean):
-    """A mean of messages of which only the largest elements travel; every rank gathers and averages them.
+    """A mean of messages of which only the largest elements are sent; every rank gathers and averages them.
 
     Encoding a message a second time, after a failure, gives the same elements again.
 
@@ -221,7 +229,17 @@ def mean_of(
     part_bytes: int,
     device: torch.device,
 ) -> CompressedMean:
-    """Return a `CompressedMean` for messages of ``numel`` elements that move in parts of about ``part_bytes``."""
+    """Return a `CodedMean` if ``compression`` is a string, else a `SparseMean` with ``compression`` as its code.
+
+    Args:
+        collectives: Communicator for the messages.
+        result: Function that waits for one part of a payload.
+        compression: Compression of the messages; not "none".
+        numel: Number of elements of each message.
+        part_bytes: Approximate size of the parts in which messages are sent: of the codes of a part, or, for a
+            `SparseCode`, of its fp32 elements.
+        device: Device of the messages.
+    """
     if isinstance(compression, str):
         dtype = CODES[compression]
         part = max(ops.BLOCK, part_bytes // dtype.itemsize)

@@ -120,7 +120,7 @@ class ControlPlane:
         return self._loop.stage is Stage.FAILED
 
     def register(self, component: EngineComponent) -> None:
-        """Add a component, before `start` and in the same order on all ranks."""
+        """Add a component to the engine; called before `start`, and in the same order on all ranks."""
         self.components.append(component)
 
     def on_mark(self, copy: Callable[[InFlightRound], Any]) -> None:
@@ -149,9 +149,9 @@ class ControlPlane:
         return not self._thread.is_alive()
 
     def see(self) -> None:
-        """Note that the training thread lives; raise the engine's failure; vote to stop on a signal.
+        """Record that the training thread lives; raise the engine's error if it has failed.
 
-        The caller holds the lock.
+        If a signal handler has asked to stop, vote for that. The caller holds the lock.
         """
         box = self.shared_state
         box.last_seen = self.now()
@@ -209,7 +209,15 @@ class ControlPlane:
 
 
 def forks_of(collectives: Collectives, payload: Collectives, timeouts: Timeouts) -> tuple[Collectives, Collectives]:
-    """Fork the communicators of headers and of payloads from the root communicators."""
+    """Fork the two communicators of the engine: return the one for headers, then the one for payloads.
+
+    All ranks must do this in the same order as their other forks.
+
+    Args:
+        collectives: Root communicator for CPU tensors.
+        payload: Root communicator for payloads; it may be the same.
+        timeouts: Timeouts, of which ``payload`` is the deadline for one part of a payload.
+    """
     return collectives.fork("header", timedelta(days=7)), payload.fork("payload", timeouts.payload)
 
 
@@ -227,7 +235,10 @@ _NEXT = {Stage.IDLE: Stage.HEADER, Stage.HEADER: Stage.PAYLOAD, Stage.PAYLOAD: S
 
 
 class EngineLoop:
-    """The engine's thread of one rank, which serves headers for all components of its control plane.
+    """The engine's thread of one rank: it exchanges headers with all ranks, and then does what the headers decide.
+
+    It sends one header for all components, and exchanges payloads and commits them. After a failure it has new groups
+    formed.
 
     Read `run`, `_serve`, `_exchange` and `_apply`, in this order.
     """
@@ -248,7 +259,7 @@ class EngineLoop:
         self._some_silent = self._compare = False
 
     def run(self) -> None:
-        """Serve headers until the training thread closes the engine, or an error ends it."""
+        """Exchange headers and payloads until the training thread closes the engine, or an error ends it."""
         box = self._box
         try:
             with side_stream(self._buckets.replica.device):
@@ -406,7 +417,10 @@ class EngineLoop:
     def _exchange(
         self, kind: RoundType, plan: ComponentPlan, parts: Sequence[Any], headers: Sequence[Header], waited: float
     ) -> None:
-        """Move a payload, and commit it once all ranks are known to have it, or at once where the round allows that."""
+        """Exchange a payload with the other ranks, and commit it.
+
+        It is committed once all ranks are known to have it, or, if the round allows that, once this rank has it.
+        """
         self._to(Stage.PAYLOAD)
         # All ranks were in this header, and none has to catch up: no rank lacks the exchange before this one.
         self.held.forget()
@@ -429,7 +443,7 @@ class EngineLoop:
             self._apply(exchange)
 
     def _catch_up(self, id: int, headers: Sequence[Header]) -> None:
-        """Commit the exchange ``id`` if others have and this rank has not. All ranks call this together."""
+        """Commit the exchange ``id``, unless this rank has committed it already. All ranks call this together."""
         if (exchange := self.held.catch_up(id, source_of(headers, id), self._box.next_exchange <= id)) is not None:
             log.warning("Rank %d: round %d was committed elsewhere; committing it here too.", self._transfer.rank, id)
             self._apply(exchange)
@@ -516,9 +530,9 @@ class GroupRecovery:
         return self.possible and not isinstance(error, (StoreLost, Evicted)) and left >= self._min_replicas
 
     def after(self, error: PeerLost | CollectiveError) -> int:
-        """Form groups until all live ranks have met again; return the number of their generation.
+        """Form new groups of all live ranks, repeatedly if that fails; return the number of their generation.
 
-        Raises the last failure where too few ranks are left, this rank was evicted, or too many attempts have failed.
+        Raises the last failure if too few ranks are left, this rank was evicted, or too many attempts have failed.
         """
         box = self._shared_state
         box.failed += 1

@@ -45,7 +45,10 @@ class EngineComponent:
     """The component's part of a header when it has nothing to say: a NamedTuple of numbers."""
 
     def is_indispensable(self) -> bool:
-        """Return whether the others must wait for this rank, however late it is. The caller holds the lock."""
+        """Return whether other ranks must wait for this rank's message, however late it is.
+
+        The caller holds the lock.
+        """
         return False
 
     def compose(self) -> Any:
@@ -66,7 +69,10 @@ class EngineComponent:
         return part
 
     def is_due(self, parts: Sequence[Any]) -> bool:
-        """Return whether some rank has a message that must be exchanged before a sync point can open."""
+        """Return whether some rank has a message that must be exchanged before a sync point can open.
+
+        ``parts`` holds this component's part of each rank's header.
+        """
         return False
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan | None:
@@ -79,14 +85,15 @@ class EngineComponent:
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
         """Return whether the sync point at which all ranks wait may open, so that they continue.
 
-        The second result is the plan of the exchange that is needed before, or None.
+        The second result is the plan of an exchange that must come first, or None if none is needed.
         """
         return True, None
 
     def opened(self, here: bool) -> None:
-        """Note that a sync point has opened; ``here``: this rank's training thread waited there.
+        """Record that a sync point has opened. The caller holds the lock.
 
-        The caller holds the lock.
+        Args:
+            here: Whether this rank's training thread may continue, because it does not wait elsewhere.
         """
 
     def drop(self) -> None:
@@ -97,7 +104,10 @@ class EngineComponent:
 
 
 class RoundDecision(NamedTuple):
-    """The decision that follows from all headers."""
+    """The decision on what all ranks do after they have exchanged headers: an exchange, an opening, or nothing.
+
+    It follows from all ranks' headers, so it is equal on all ranks.
+    """
 
     common: CommonDecision  # the part that does not depend on a component
     plan: ComponentPlan | None = None  # the exchange to come
@@ -115,9 +125,14 @@ def decide(
 ) -> RoundDecision:
     """Return the decision for these headers; ``parts`` is indexed by component, then by rank.
 
-    First, a rank that has missed an exchange or an opening catches up. Then, if all ranks wait at a sync point, it
-    opens, or an exchange makes their models equal. Otherwise the round of the highest priority for which all ranks are
-    ready begins. Raises as `survey` does.
+    First, a rank that has missed an exchange, or the opening of a sync point, catches up. Then, if all ranks wait at a
+    sync point, the sync point opens, or an exchange makes the ranks' models equal first. Otherwise the round of the
+    highest priority for which all ranks are ready begins.
+
+    Raises:
+        GateMismatch: Ranks wait at different sync points.
+        LayoutMismatch: Ranks at a sync point, or in a round, hold different parameters.
+        CollectiveError: A rank has missed more than one exchange.
     """
     due = any(component.is_due(own) for component, own in zip(components, parts, strict=True))
     common = survey(headers, busy=due)
@@ -142,9 +157,9 @@ def decide(
 
 
 class CommonDecision(NamedTuple):
-    """What all ranks do next, as far as it does not depend on the engine's components.
+    """The common part of the decision on what all ranks do next, which is taken before any component is asked.
 
-    It says which ranks are behind, which votes hold, and which sync point may open.
+    It says which votes hold, whether a rank has to catch up, and which sync point may open.
     """
 
     votes: Vote = Vote.NONE  # the union of all ranks' votes
@@ -156,10 +171,16 @@ class CommonDecision(NamedTuple):
 
 
 def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
-    """Return the part of the decision that needs no component; ``busy``: no sync point can open before an exchange.
+    """Return the common part of the decision, which follows from ``headers`` without asking a component.
 
-    Raises GateMismatch where ranks wait at different sync points, LayoutMismatch where they hold different parameters
-    there, and CollectiveError where a rank has missed more than one exchange.
+    Args:
+        headers: Common part of each rank's header.
+        busy: Whether a message must be exchanged first; then no sync point opens now. Default: False.
+
+    Raises:
+        GateMismatch: Ranks wait at different sync points.
+        LayoutMismatch: All ranks wait, but hold different parameters.
+        CollectiveError: A rank has missed more than one exchange.
     """
     votes = Vote.NONE
     for header in headers:
@@ -214,7 +235,8 @@ def between_steps(headers: Sequence[Header]) -> Vote:
 
     A header without an exchange may come when one rank has passed its batch boundary and another has not. If both acted
     on the vote at their next boundaries, one would take its next synchronous step alone. With an exchange, all ranks
-    that take synchronous steps are in the same step.
+    that take synchronous steps are in the same step. If a rank already waits at STOP, the others must not ignore the
+    vote to stop.
 
     >>> between_steps([Header(in_step=True), Header()]), between_steps([Header(in_step=True, excused=True), Header()])
     (<Vote.STOP|END: 3>, <Vote.NONE: 0>)
@@ -240,11 +262,14 @@ def places_of(headers: Sequence[Header], names: Sequence[str]) -> dict[str, floa
 def ready_for(headers: Sequence[Header]) -> int:
     """Return the priority of the round that can go ahead, or 0 if none can.
 
-    That is the highest priority for which any rank has a message, once every rank has a message for this or a lower
-    priority, or is excused.
+    That is the highest priority for which any rank has a message. The round can go ahead once every other rank has a
+    message, too, or is excused. A message for a lower priority is enough: its rank takes part without a message of this
+    priority, and its own message waits for a later round.
 
     >>> ready_for([Header(ready=1), Header(excused=True)]), ready_for([Header(ready=1), Header()])
     (1, 0)
+    >>> ready_for([Header(ready=2), Header(ready=1)])
+    2
     """
     wanted = max(h.ready for h in headers)
     there = all(h.ready == wanted or h.excused or 0 < h.ready < wanted for h in headers)
@@ -253,10 +278,11 @@ def ready_for(headers: Sequence[Header]) -> int:
 
 
 def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
-    """Return the mark of the checkpoint that ranks save with the round of these headers; None if no rank votes for a save.
+    """Return the mark of the checkpoint that ranks save with the round of these headers.
 
-    The mark's number is one more than the largest number of saves in the headers, and its step is the mean of the
-    ranks' steps. Its members are the ranks that have a message ready or wait at a sync point.
+    Returns None if no rank votes for a save. The mark's number is one more than the largest number of saves in the
+    headers, and its step is the mean of the ranks' steps. Its members are the ranks that have a message ready or wait
+    at a sync point.
 
     >>> standing = Header(sync_point=SyncPointKind.TRAIN_END)
     >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), standing], ["0", "2", "3"])
@@ -282,6 +308,8 @@ def _check_layouts(headers: Sequence[Header]) -> None:
 
 def to_row(parts: Sequence[tuple[Any, ...]]) -> list[float]:
     """Return the numbers of a header's parts, one part after the other, as they are sent.
+
+    The numbers of the example are the fields ``exchange``, ``ready`` and ``votes``.
 
     >>> to_row([Header(ready=2, votes=Vote.END)])[:3]
     [1.0, 2.0, 2.0]

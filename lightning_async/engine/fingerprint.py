@@ -30,8 +30,9 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
     .. math:: h = \sum_b p_b \sum_i w_i\, x_{b,i}
 
-    :math:`x_{b,i}` are the words of all tensors as integers, in blocks :math:`b`. The weights depend on the place, so
-    that a permutation changes the fingerprint. All arithmetic is on integers, so that different devices agree.
+    :math:`x_{b,i}` are the words of all tensors as integers, in blocks :math:`b`. The sum over blocks is modulo a
+    prime, and :math:`p_b` are powers of a constant. All weights depend on the position, so that a permutation changes
+    the fingerprint. All arithmetic is on integers, so that different devices agree.
 
     >>> digest([torch.tensor([1.0, 2.0])]) == digest([torch.tensor([1.0, 2.0])])
     True

@@ -1,4 +1,4 @@
-r"""The tensors of one replica, their layout in a flat bucket, and how they take up a mean that arrives late.
+r"""The tensors of one replica, their layout in a flat bucket, and the merge of a mean that arrives late.
 
 `Replica` packs tensors into a bucket and merges a bucket into them. `ModuleTensors` says which tensors a module has,
 and which of them are averaged or compared. `RunningMean` and `merge_late_` are for tensors that are themselves running
@@ -40,7 +40,7 @@ _KINDS = frozenset(
 
 @dataclass
 class _Section:
-    """A run of tensors in the bucket that are packed and merged together."""
+    """A sequence of neighbouring tensors in the bucket, which are packed and merged together."""
 
     plan: ops.Plan
     start: int
@@ -97,8 +97,8 @@ class Replica:
         self._state: Callable[[], Sequence[Tensor]] = tuple
         self._state_means: Callable[[], Sequence[RunningMean]] | None = None
         self.reference = torch.empty(0)
-        """The buffers when replicas last agreed. In rounds buffers travel as differences from it, so that buffers that
-        never change keep their bits."""
+        """The buffers when replicas last held one model. Rounds send buffers as differences from these values, so that
+        buffers that never change keep their bits."""
         self._fragments: list[_Section] = []
         self.build()
 
@@ -145,7 +145,7 @@ class Replica:
     def note_agreed(self) -> None:
         """Record that all replicas hold one model now.
 
-        Infinite values in its buffers, such as masks, pass later checks.
+        Infinite values that this replica's buffers and frozen parameters have by now, such as masks, pass later checks.
         """
         self.refresh()
         self.tensors.accept_infinite()
@@ -160,7 +160,10 @@ class Replica:
         self.build()
 
     def refresh(self) -> None:
-        """Use buffers and optimizer state that were reassigned; raise AsyncTrainingError if one does not fit."""
+        """Use the new tensors where others were assigned to buffers or to the optimizers' state.
+
+        Raises AsyncTrainingError if a new tensor does not fit into the layout.
+        """
         if any(p.is_complex() for p in self.tensors.trained.values()):  # real views do not follow new memory
             left = iter(self.tensors.trained.values())
             for i, fragment in enumerate(self._fragments):
@@ -183,7 +186,7 @@ class Replica:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that travel, as real numbers: those that require gradients, shared ones once."""
+        """The parameters that rounds send, as real numbers: those that require gradients, shared ones once."""
         return [tensor for fragment in self._fragments for tensor in fragment.tensors]
 
     @property
@@ -192,7 +195,7 @@ class Replica:
 
     @property
     def last_fragment(self) -> int:
-        """The number of the fragment with which buffers and the optimizers' state travel."""
+        """The number of the fragment with which buffers and the optimizers' state are sent."""
         return self.num_fragments - 1
 
     def layout_of(self, fragment: int) -> FlatLayout:
@@ -287,7 +290,8 @@ class Replica:
             out: Bucket to write to.
             source: Bucket with this rank's snapshot.
             shares: Share of this rank in the mean, by fragment.
-            is_source: Whether broadcast buffers come from this rank; from all others they are zero.
+            is_source: Whether buffers come from this rank, with the policy "broadcast". All other ranks then write
+                zeros for them.
             of_rule: Whether to write the parameters, too. Default: True. Buffers and optimizer state are always
                 written.
         """
@@ -300,7 +304,7 @@ class Replica:
 
     @staticmethod
     def scaled_(out: Tensor, source: Tensor, weight: float) -> None:
-        """Write ``out = weight * source``; weight zero gives zeros even where ``source`` is NaN."""
+        """Write ``weight * source`` into ``out``; a weight of zero gives zeros even where ``source`` is NaN."""
         if weight == 0.0:
             out.zero_()
         else:
@@ -378,9 +382,10 @@ class Replica:
 
 
 class ModuleTensors:
-    """The parameters and buffers of a module by name, in groups: averaged, compared, or left alone when replicas agree.
+    """The parameters and buffers of a module by name, in groups by how replicas make them equal.
 
-    Shared tensors count once. Raises ValueError for an unknown policy for buffers, for tensors that are not
+    Rounds average the group `trained` and the group `averaged`. Only a consensus makes the group `apart` equal. Shared
+    tensors count once. Raises ValueError for an unknown policy for buffers, for tensors that are not
     materialised yet (lazy modules), and for tensors that can be neither averaged nor compared.
     """
 
@@ -405,9 +410,9 @@ class ModuleTensors:
         return {} if self._policy == "keep" else floating
 
     def running_means(self) -> list[RunningMean]:
-        """Return, for each buffer in `averaged`, which running mean it is, such as a BatchNorm's.
+        """Return a description for each buffer in `averaged`: its decay as a running mean, and its number of updates.
 
-        This includes how often it was updated.
+        Both are known for the statistics of normalization layers, such as BatchNorm. Other buffers get the default.
         """
         found: dict[int, RunningMean] = {}
         for layer in self._layers:
@@ -619,11 +624,12 @@ def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.
 
 
 def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return how much of each running mean is still its value at the snapshot, after the updates since then.
+    """Return the weight that the value at the snapshot still has in each running mean, after the updates since then.
 
-    Returns a row of fp64 for each tensor: this part, and 1 if updates have reduced it. The part is :math:`d^k` after
-    :math:`k` updates with decay :math:`d`. It is :math:`n / (n + k)` for a mean of all :math:`n + k` updates so far. It
-    is 0 if a counter went back, because the mean has started over. ``then`` is the result of `count` at the snapshot.
+    Returns a row of fp64 for each tensor: this weight, and 1 if updates have reduced it, else 0. The weight is
+    :math:`d^k` after :math:`k` updates with decay :math:`d`. It is :math:`n / (n + k)` for a mean of all
+    :math:`n + k` updates so far. It is 0 if a counter went back, because the mean has started over. ``then`` is the
+    result of `count` at the snapshot.
     """
     rows: list[Tensor] = []
     order: list[int] = []
@@ -653,14 +659,21 @@ def _moved(values: Tensor, device: torch.device) -> Tensor:
 def late_mean(
     now: Tensor, mean: Tensor, snapshot: Tensor, part: Tensor, gone: Tensor, positive: Tensor, reference: Tensor
 ) -> Tensor:
-    r"""Return :math:`x + p\,(m - s)`, where :math:`p` is the part of :math:`s` that is left in :math:`x`.
+    r"""Return :math:`x + p\,(m - s)`: the present value :math:`x`, moved to the mean :math:`m` of all replicas.
 
-    Where the value has not changed since the snapshot, the result is :math:`m` to the bit. Where :math:`m = s`, it is
-    :math:`x`. A ``positive`` value stays positive: the result is at least :math:`p\,m`, as the updates since the
-    snapshot were positive, or, where updates are unknown, at least the smaller of :math:`x` and :math:`m`.
+    :math:`s` is this replica's value at the snapshot, and :math:`p` is the weight that it still has in :math:`x`. Where
+    the value has not changed since the snapshot, the result is :math:`m` to the bit. Where :math:`m = s`, it is
+    :math:`x`. A ``positive`` value stays positive. Its result is at least :math:`p\,m`, because the updates since the
+    snapshot were positive. If the updates are unknown, it is at least the smaller of :math:`x` and :math:`m`.
 
-    The ``mean`` :math:`m` and the ``snapshot`` :math:`s` are given as differences from ``reference``. ``gone`` says
-    whether updates are known to have reduced the snapshot's part in the value; where it is False, ``part`` is 1.
+    Args:
+        now: Present values :math:`x`.
+        mean: Mean :math:`m`, minus ``reference``.
+        snapshot: Values :math:`s`, minus ``reference``.
+        part: Weight :math:`p`.
+        gone: Whether updates are known to have reduced the weight. Where this is False, ``part`` is 1.
+        positive: Whether the value is never negative.
+        reference: Values that were subtracted from ``mean`` and ``snapshot``.
 
     >>> now, mean, snapshot, part = (torch.tensor([each]) for each in (5.0, 4.0, 2.0, 0.5))
     >>> yes, zero = torch.tensor([True]), torch.tensor([0.0])

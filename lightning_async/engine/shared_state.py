@@ -58,7 +58,10 @@ class Vote(enum.Flag):
 
 
 class Mark(NamedTuple):
-    """A checkpoint that belongs to an exchange: one model and one rule state, and each rank's own state."""
+    """A description of the checkpoint that ranks save after one exchange.
+
+    The checkpoint consists of the common model, the common rule state, and each rank's own state.
+    """
 
     number: int  # number of the save, the same on all ranks
     step: int  # optimizer steps per replica, on average over all
@@ -66,7 +69,10 @@ class Mark(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The part of one rank's header that all components share. In the comments, "it" is that rank."""
+    """The common part of the header that one rank sends to all others; components add parts of their own.
+
+    In the comments, "it" is that rank.
+    """
 
     exchange: int = 1  # id of the exchange that this rank would commit next
     ready: int = 0  # priority of the round type that it has a message for; 0 for no message
@@ -168,7 +174,7 @@ class SharedState:
         return sync_point is not SyncPointKind.SYNCHRONISE or self.sync_point is sync_point
 
     def open_sync_point(self, sync_point: SyncPointKind, now: float) -> None:
-        """Let the training thread go on, if it stands at ``sync_point``. The caller holds the lock."""
+        """Open ``sync_point``, so that the training thread continues if it waits there. The caller holds the lock."""
         if sync_point is SyncPointKind.SYNCHRONISE:
             self.agreed &= ~Vote.SYNCHRONISE
         if not self.stands_at(sync_point):

@@ -1,4 +1,4 @@
-"""Sync points, at which all ranks wait and which they leave with one model, and the votes by which ranks call them."""
+"""Sync points, at which ranks wait until all of them hold one model, and votes, which are requests to all ranks."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 
 
 class SyncPointParticipant:
-    """A base for objects that take part in sync points, on the training thread; all its methods do nothing."""
+    """A base for objects that `SyncPoints` calls around sync points, on the training thread; its methods do nothing."""
 
     def before_sync_point(self) -> None:
-        """Prepare for waiting at a sync point."""
+        """Prepare for a sync point, before the other ranks learn that this rank waits there."""
 
     def at_sync_point(self) -> None:
         """Work while the training thread waits: called once at first, and after every change of the shared state."""
 
     def after_sync_point(self, waited_s: float) -> None:
-        """Clean up after waiting for ``waited_s`` at a sync point, opened or not. The caller holds the lock."""
+        """Clean up after a wait of ``waited_s`` seconds at a sync point, however the wait ended.
+
+        The wait ends if the sync point opens, if a vote ends it, or with an error. The caller holds the lock.
+        """
 
     def leave_sync_point(self) -> None:
         """Apply what the last sync point has changed, before the next batch or sync point."""
 
     def before_batch(self) -> None:
-        """Prepare for a batch."""
+        """Prepare for a batch; called before every batch, and before `leave_sync_point` at the first one."""
 
 
 class SyncPoints:
-    """The training thread's sync points and votes.
+    """The operations by which the training thread waits at sync points and votes.
 
-    While it waits, the engine's thread exchanges headers with other ranks.
+    While the training thread waits, the engine's thread exchanges headers with the other ranks.
     """
 
     def __init__(self, control: ControlPlane, *participants: SyncPointParticipant) -> None:
@@ -50,8 +53,15 @@ class SyncPoints:
         """Wait until every rank stands at this sync point and holds the same model, or until a vote ends the wait.
 
         The model is the work-weighted mean of all replicas, or the model that the rule makes of that mean. A second
-        sync point right after the first changes no bit of it. After any `Arrival` but OPEN, the caller does what was
-        voted for, and calls this again unless it ends training.
+        sync point right after the first changes no bit of the model.
+
+        Args:
+            sync_point: Kind of the sync point.
+            index: Number of the epoch, for EPOCH_END; all ranks must wait with the same number. Default: 0.
+
+        Returns:
+            OPEN if all ranks may continue. Any other `Arrival` says what a vote asks for: the caller does that, and
+            then calls this method again, unless training ends.
         """
         box = self._box
         now = self._control.now
@@ -108,7 +118,7 @@ class SyncPoints:
                 participant.leave_sync_point()
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Wait until the engine's thread has made ``condition`` true; raise its failure if it has one."""
+        """Wait until the engine's thread has made ``condition`` true; raise the engine's error if it has failed."""
         started = self._control.now()
         with self._box.changed:
             self._box.wait(condition, self._control.see)
@@ -122,7 +132,7 @@ class SyncPoints:
             self._control.ring()
 
     def request_stop(self) -> None:
-        """Vote for stopping, from a signal handler, which must take no lock."""
+        """Ask for a vote to stop; a signal handler may call this, because it takes no lock."""
         self._box.stop_requested = True
 
     @property
@@ -148,7 +158,10 @@ class SyncPoints:
 
     @property
     def places(self) -> dict[str, float]:
-        """Each rank's place in its data after the committed work, by stable id; equal on all ranks at a sync point."""
+        """Each rank's place in its data after the committed rounds, by stable id.
+
+        At a sync point it is equal on all ranks.
+        """
         with self._box.changed:
             return dict(self._box.places)
 

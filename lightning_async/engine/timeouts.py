@@ -16,7 +16,8 @@ class Timeouts:
     Args:
         payload: Longest time for each part of a payload. Default 60 s. The header before it has no deadline, because a
             late rank is no failure.
-        grace: Time without a step after which a rank's engine answers rounds without its training thread. Default 10 s.
+        grace: Time without a sign of life from a rank's training thread after which no rank waits for its message: its
+            engine's thread then takes part in exchanges without one. Default 10 s.
         dead_after: Time without a heartbeat after which a rank is lost; at least four heartbeats. Default 30 s.
         reform: Longest time for all live ranks to meet again after a failure. Default 300 s.
         replicas: Time for which the live ranks, if they are fewer than `min_replicas`, wait for others to join or
@@ -38,7 +39,7 @@ class Timeouts:
 
     @staticmethod
     def or_default(given: Timeouts | None) -> Timeouts:
-        """Return ``given``, unchecked; return the default timeouts where it is None."""
+        """Return ``given``, or the default timeouts if it is None."""
         return Timeouts() if given is None else given
 
     def __post_init__(self) -> None:

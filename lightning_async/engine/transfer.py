@@ -85,9 +85,10 @@ class Transfer:
         return pending.result(timedelta(0))
 
     def meet(self, row: Tensor, every: tuple[timedelta, Callable[[], None]] | None = None) -> Tensor:
-        """Gather all ranks' rows, without a deadline while all of them live, because a late rank is no failure.
+        """Gather one row of numbers from every rank, such as its header.
 
-        ``every`` is an interval, and a function that is called after each such interval of waiting.
+        There is no deadline while all ranks live, because a late rank is no failure. ``every`` is an interval and a
+        function, which is called each time that the wait has lasted for another interval. None: nothing is called.
         """
         return self._wait(self.small.all_gather(row), None, every)
 
@@ -104,7 +105,7 @@ class Transfer:
         return self.result(self.small.all_gather(row))
 
     def largest_(self, flat: Tensor) -> None:
-        """Replace each number of a CPU tensor by the largest one of all ranks."""
+        """Replace each number of a CPU tensor by the largest of all ranks' numbers at the same position."""
         for part in FlatLayout.parts(flat, self.part_bytes):
             self.result(self.small.all_reduce(part, ReduceOp.MAX))
 
@@ -128,11 +129,11 @@ class UncommittedRound:
     has committed it and others may not have. There are two ways to commit; the type of the exchange says which one is
     used.
 
-        two steps    all ranks tell each other that they have the payload, then each commits. A rank that does not hear of
-                     all others is behind: it has the payload, and commits once the next header says that others did
-        at once      each rank commits once it has the payload. A rank that fails to receive the payload is behind without
-                     it, and gets it from a rank that is ahead. This rank keeps the payload until the next header has
-                     shown that no rank lacks it
+        two steps    all ranks tell each other that they have the payload, then each commits. A rank that does not hear
+                     of all others is behind: it has the payload, and commits once the next header says that others did
+        at once      each rank commits once it has the payload. A rank that fails to receive the payload is behind
+                     without it, and gets it from a rank that is ahead. That rank keeps the payload until the next
+                     header has shown that no rank lacks it
 
     No rank is behind by more than one exchange, because all ranks exchange headers before the next exchange begins.
     """
@@ -154,7 +155,8 @@ class UncommittedRound:
     def all_have(self, exchange: InFlightRound) -> bool:
         """Wait until all ranks have the payload; return whether to commit the exchange.
 
-        If a rank is in doubt whether it can use the payload, the ranks settle that first.
+        If a rank does not know yet whether it can use the payload, the ranks decide that together first, with
+        ``exchange.settle``. Returns False if they then find that no rank can use it.
         """
         self.behind = exchange  # from here on others may commit it, even if this rank never gets their answer
         while (tally := self._transfer.all_have(exchange.tally, exchange.doubt)) is None:
@@ -210,7 +212,9 @@ def source_of(headers: Sequence[Header], id: int) -> int | None:
     """Return the first rank that holds the payload of exchange ``id``, if another rank lacks it, else None.
 
     A rank lacks it if it has not committed the exchange (``Header.exchange`` is ``id``) and does not hold the payload
-    (``Header.held`` is not ``id``).
+    (``Header.held`` is not ``id``). Raises RuntimeError if a rank lacks it and none holds it.
+
+    In both examples rank 0 has not committed exchange 7. It holds the payload in the first one, so the result is None.
 
     >>> source_of([Header(exchange=7, held=7), Header(exchange=8)], 7)
     >>> source_of([Header(exchange=7), Header(exchange=8, held=7)], 7)

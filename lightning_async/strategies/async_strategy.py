@@ -42,16 +42,18 @@ _fits = itertools.count(1)  # Numbers of this process's fits, which are equal on
 
 
 class AsyncStrategy(ReplicatedStrategy):
-    """A strategy whose replicas wait for all others only at sync points; in between they exchange in the background.
+    """A strategy whose replicas wait for each other only at sync points, and otherwise exchange data in the background.
 
     This base averages the replicas at sync points only. Derived classes set the class attributes to exchange between
     sync points as well.
 
     Args:
         config: Settings of the averager and the engine.
-        buffers: Treatment of floating-point buffers.
-        optimizer_state: Treatment of the optimizers' state. Default ``"keep"``.
-        lr_clock: Steps that learning-rate schedulers follow which step per batch. Default ``"local"``.
+        buffers: Treatment of floating-point buffers (BatchNorm statistics), see `AsyncAveragingStrategy`.
+        optimizer_state: Treatment of the optimizers' state: ``"keep"`` (default), ``"average"`` or ``"reset"``, see
+            `AsyncAveragingStrategy`.
+        lr_clock: Steps that a learning-rate scheduler with interval ``"step"`` counts: this rank's own (``"local"``,
+            default), or the mean over all ranks (``"global"``).
         transport: Starts the ranks and moves their bytes, see `ReplicatedStrategy`.
 
     Raises:
@@ -61,19 +63,19 @@ class AsyncStrategy(ReplicatedStrategy):
 
     asynchronous = True
     checkpoint_key = "lightning_async"
-    """Key under which a checkpoint holds the rule's state and the clocks."""
+    """The key of a checkpoint under which the averaging rule's state and the ranks' counts of steps and rounds are."""
     rule: AveragingRule = DeltaMean()
-    """Rule that makes one model of replicas that differ at a sync point. Default: their mean."""
+    """The rule that computes one model from replicas that differ at a sync point. Default: the mean of the replicas."""
     schedule: Schedule = Synchronous()
-    """Schedule of local steps and rounds. Default: no local steps, and no rounds between sync points."""
+    """The schedule of local steps and rounds. Default: no local steps, and no rounds between sync points."""
     num_fragments: int = 1
-    """Number of parts of the parameters that rounds move in turn."""
+    """The number of parts into which the parameters are divided; each averaging round moves one part, in turn."""
     automatic: tuple[str, ...] = ()
-    """Names of the arguments whose values follow from measurements, for the summary."""
+    """The names of the arguments whose values follow from measurements, for the summary of the run."""
     make_step_runner: Callable[..., StepRunner] = LocalSteps
-    """Makes the step runner of a session."""
+    """A function that makes the step runner of a session."""
     make_totals: Callable[[], Any] | None = None
-    """Makes the totals that the summary shows in place of averaging rounds. Default: it shows averaging rounds."""
+    """A function that makes the totals that the summary shows; None: the summary shows averaging rounds."""
 
     def __init__(
         self,
@@ -137,7 +139,10 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.undo += self.pacing.install()
 
     def on_train_start(self) -> None:
-        """Begin a session: all ranks hold the same model now, and may differ until the next sync point."""
+        """Begin a session; on a joining rank, first wait to be admitted.
+
+        All ranks have the same model now. Their models may differ until the next sync point.
+        """
         if self.averager is not None:  # a loop within this fit has begun, such as the LearningRateFinder's
             self.start_over()
         if self.joining:
@@ -245,11 +250,11 @@ class AsyncStrategy(ReplicatedStrategy):
         return super().step_runner if session is None else session.step_runner
 
     alone = "so there is nothing to average"
-    """Consequence of a world of one rank, for a log line."""
+    """The consequence of training with one rank only, as a part of a log line."""
     count = staticmethod(batch_size)
 
     def count_samples(self, batch: Any) -> float:
-        """Return a batch's weight, by default its number of samples, and report that number to `pacing`.
+        """Return a batch's weight, by default its number of samples, and report its number of samples to `pacing`.
 
         The step runner calls this once for each batch.
         """

@@ -27,8 +27,8 @@ from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 
 _PLAIN_MEAN = DiLoCo(outer_lr=1.0, outer_momentum=0.0)
-"""A rule that averages as `DeltaMean` does; unlike that, it allows compression, and goes on from the state of
-`AdaptiveDiLoCo`."""
+"""A rule that averages as `DeltaMean` does. Unlike `DeltaMean`, it allows compression, and it can go on from the state
+of `AdaptiveDiLoCo`."""
 
 
 class AsyncAveragingStrategy(AsyncStrategy):
@@ -37,16 +37,16 @@ class AsyncAveragingStrategy(AsyncStrategy):
     Each replica :math:`i` trains alone. When the schedule says so, it sends a snapshot :math:`s_i` of its parameters
     and goes on training. When the work-weighted mean :math:`m = \sum_i w_i s_i` arrives, its parameters move by
     :math:`x_i \leftarrow x_i + (m - s_i)`; other rules use the mean in other ways. Validation, checkpoints, the end of
-    an epoch and the end of training happen at a *sync point*: each rank that has come there waits, and takes part in
-    the rounds of ranks that still train, until all ranks hold the same model to the bit. Between sync points no rank
-    waits for all others.
+    an epoch and the end of training happen at a *sync point*. A rank that has reached the sync point waits. Meanwhile
+    it takes part in the rounds of ranks that still train, until all ranks have the same model to the bit. Between sync
+    points no rank waits for all others.
 
     Args:
-        rule: Makes one model of the replicas. ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
-            settings follow from the number of local steps in a round; for a module that steps several optimizers
-            manually it is the plain mean, because momentum harms models that train against each other. Others are
-            `DiLoCo`, `SlowMo`, `SparseLoCo`, `DeltaMean`, `PseudoGradientPenalty` around such a rule, and, without
-            overlap, `Mean`. With `EASGD` replicas stay different models around a center.
+        rule: Computes one model from the replicas. ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
+            settings follow from the number of local steps in a round. For a module that steps several optimizers
+            manually, ``"auto"`` is the plain mean, because momentum harms models that train against each other. Other
+            rules are `DiLoCo`, `SlowMo`, `SparseLoCo`, `DeltaMean`, `PseudoGradientPenalty` around one of these, and,
+            with ``overlap=False``, `Mean`. With `EASGD` replicas stay different models around a center.
         schedule: Decides when a round begins. ``"auto"`` (default) is `MatchCommunication`, whose period follows from
             the time that a round takes. Others are `AdaptivePeriod`, `EveryNSteps`, `EverySeconds`, `DyLU`,
             `Synchronous` and `Warmup`.
@@ -60,22 +60,23 @@ class AsyncAveragingStrategy(AsyncStrategy):
         optimizer_state: Treatment of the optimizers' state: ``"keep"`` each replica's (default), ``"average"`` it, or
             ``"reset"`` it after each round. A replica that was out of data and has missed synchronous steps always
             takes over the others' state at the next sync point.
-        lr_clock: Steps that are counted by learning-rate schedulers that step per batch: the replica's own
-            (``"local"``, default), or the mean over all replicas (``"global"``). Under `Synchronous` both are the same.
+        lr_clock: Steps that a learning-rate scheduler with interval ``"step"`` counts: the replica's own (``"local"``,
+            default), or the mean over all replicas (``"global"``). Under `Synchronous` both are the same.
         compression: Compression of messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send
             differences, such as `DiLoCo`), ``"topk"`` or `TopK(fraction, bits)` (only the largest elements; for the
             same rules), ``"bf16"`` (half of the bytes), or ``"none"``. ``"auto"`` (default) is ``TopK(0.02, bits=2)``
-            under `SparseLoCo`, int8 under other rules that send differences, else none. What a message cannot hold
-            stays in the replica's parameters, or in the residual of `SparseLoCo`, and goes with a later message. Sync
-            points exchange fp32.
+            under `SparseLoCo`, int8 under other rules that send differences, else none. What compression drops from a
+            message stays in the replica's parameters, or in the residual of `SparseLoCo`, and is sent with a later
+            message. Sync points exchange fp32.
         fragments: Number of parts of the parameters. Each round moves one part, in turn, and each part has one round
             per period of the schedule: with 4, `EveryNSteps(32)` begins a round every 8 steps, with a quarter of the
             bytes. Parts are runs of whole parameters, balanced by bytes. ``"auto"`` (default): four if ``schedule`` is
             ``"auto"`` and rounds overlap, but no more than there are parameters; else one.
         min_replicas: Smallest number of replicas with which training goes on after ranks are lost. Live ranks lose no
-            local step; they repeat the round that was under way. Samples of the epoch whose steps a lost rank had not
-            shared yet are trained on by the live ranks. None (default): half of the ranks that were started, rounded
-            up; over Horovod all of them. If it is the number of all ranks, the loss of one rank ends training on all.
+            local step; they repeat the round that was under way. If a lost rank had trained on samples of this epoch
+            but had not shared those steps, the live ranks train on these samples again. None (default): half of the
+            ranks that were started, rounded up; over Horovod all of them. If it is the number of all ranks, the loss of
+            one rank ends training on all.
         max_replicas: Largest number of replicas. Ranks that are started during training are admitted up to this number:
             lost ranks under their earlier numbers, new ranks under new numbers. None (default): as many as were
             started.
@@ -87,9 +88,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
     Raises:
         TypeError: ``rule``, ``schedule`` or ``transport`` lacks a method that it must have; a number of replicas is no
             int.
-        ValueError: a policy is unknown, numbers of replicas contradict each other, a rule that overwrites the
-            parameters comes with ``overlap=True``, or a rule that sends the parameters themselves comes with `TopK` or
-            8 bits of compression; when training begins, there are more fragments than trained parameters.
+        ValueError: the value of ``weighting``, ``buffers``, ``optimizer_state``, ``lr_clock`` or ``compression`` is
+            unknown; numbers of replicas contradict each other; a rule that overwrites the parameters is combined with
+            ``overlap=True``, or a rule that sends the parameters themselves with `TopK` or 8 bits of compression; when
+            training begins, there are more fragments than trained parameters.
 
     Source: local SGD (Stich, 2019), DiLoCo (Douillard et al., 2023), asynchronous model averaging as in Bagua, and for
     fragments Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,

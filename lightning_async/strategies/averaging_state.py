@@ -1,4 +1,4 @@
-"""The state of averaging in checkpoints, which belongs to the weights of the same checkpoint.
+"""The state of averaging in checkpoints: the averaging rule's state, and the ranks' counts of steps and rounds.
 
 `SavedState` holds the state that was loaded from a checkpoint, and writes the state into the next one. `state_of` gets
 the present state from the engine.
@@ -52,8 +52,8 @@ class SavedState:
     def begin_stage(self, module: Any, fitting: bool) -> None:
         """Begin a stage of the run: a fit or an evaluation.
 
-        In a fit, a loaded state stays until `take` returns it. In an evaluation, it is only kept for `write`:
-        checkpoints that are saved later contain it, as long as the module is the same.
+        In a fit, a loaded state stays until `take` returns it. In an evaluation, a loaded state is only kept for
+        `write`: checkpoints that are saved later contain the state, as long as the module is the same.
 
         Args:
             module: The user's module.
@@ -101,7 +101,7 @@ class SavedState:
         """Return this replica's own parameters from the checkpoint, and clear them.
 
         Returns:
-            The parameters; None if the checkpoint holds the same ones for all replicas, or at a second call.
+            The parameters; None if the checkpoint has the same parameters for all replicas, or at a second call.
         """
         replica = self._replica
         self._replica = None
@@ -145,7 +145,7 @@ class SavedState:
         Args:
             checkpoint: The checkpoint.
             now: Present state. None before a fit begins and after it has ended: then the loaded state is written, or
-                the one passed to `keep`.
+                the state that `keep` was called with.
             origin: Name by which ranks see that they load the same checkpoint, if each rank writes a file of its own.
                 Default: a description is made from the content when the checkpoint is loaded.
         """
@@ -197,7 +197,8 @@ class SavedState:
     def _warn_of_windows(self, saved: dict[str, Any]) -> None:
         """Warn that this run drops the gradients of open windows that the checkpoint holds.
 
-        It cannot use them, because the checkpoint was saved with another number of ranks, or this rank trains alone.
+        This run cannot use the gradients, because the checkpoint was saved with another number of ranks, or because
+        this rank trains alone.
         """
         windows = [(each.get("gathered") or {}).get("window") for each in saved["replicas"]]
         samples = [float(window["samples"]) for window in windows if window is not None]

@@ -60,14 +60,16 @@ _AUTO = "auto"
 def asks_the_store(variables: Mapping[str, str]) -> bool:
     """Return whether this rank must ask the store whether it was restarted while the other ranks train.
 
-    It must if an environment variable says so, or if each rank has its own torchrun agent: such an agent counts
-    only the starts of its own rank, and does not know whether the others were restarted, too.
+    It must if ``LIGHTNING_ASYNC_REJOIN`` is "auto". It must also if this variable is not set and each of several ranks
+    has its own torchrun agent: such an agent counts only the starts of its own rank, and does not know whether the
+    other ranks were restarted, too. Any other value already tells whether this rank was restarted alone. With
+    "torchrun", every restart that the agent counts is a restart of this rank alone.
 
     Args:
         variables: Environment variables of the rank.
 
     Raises:
-        ValueError: the variables ask for it, but the store ends with rank 0.
+        ValueError: the variable is "auto", but the store ends with rank 0.
 
     >>> agents = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}
     >>> asks_the_store({**agents, "WORLD_SIZE": "3"}), asks_the_store({**agents, "WORLD_SIZE": "1"})
@@ -91,9 +93,9 @@ class Roles:
     """The roles of a strategy's ranks; in this base class, all ranks are replicas."""
 
     num_serving = 0
-    """Number of ranks that are no replicas; they are the last ones."""
+    """The number of ranks that are no replicas; these have the highest ranks."""
     begin_together = True
-    """Whether training begins only when all ranks have come."""
+    """Whether training begins only when all ranks have started."""
 
     def check_transport(self, transport: Transport) -> None:
         """Raise ValueError if this transport does not support these roles."""
@@ -106,7 +108,7 @@ class Roles:
         return world_size == 1
 
     def take_part(self, strategy: Any) -> None:
-        """Return at once on a replica; on another rank, do its work and end the process."""
+        """Return at once on a replica; on another rank, do this rank's work and end the process."""
 
 
 if TYPE_CHECKING:
@@ -125,13 +127,14 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         transport: Starts the ranks and moves their bytes; a `Transport`, or a short name, see `choose_transport`.
             Default ``"auto"``.
         dead_after: Time without a heartbeat after which a rank is lost; None for no heartbeats.
-        gloo_timeout: Time after which Gloo inside Horovod gives up on a silent peer, if ``transport`` is a short name
-            that stands for Horovod. Default 30 s.
+        gloo_timeout: Time after which Gloo inside Horovod gives up on a silent peer. It is used only if ``transport``
+            is a short name that stands for Horovod. Default 30 s.
 
     Raises:
         TypeError: ``transport`` is no transport.
-        ValueError: the name is unknown, or the transport has no effect here.
-        ModuleNotFoundError: Horovod is asked for, but not installed.
+        ValueError: the name is unknown, or ``transport`` says how to start ranks that horovodrun has started already.
+        ModuleNotFoundError: Horovod is requested, but not installed.
+        RuntimeError: both torchrun and horovodrun have set this process's rank.
     """
 
     is_distributed = True
@@ -162,7 +165,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def cluster_environment(self) -> Any:
-        """Lightning's cluster environment of this rank; it is replaced when the rank's number changes."""
+        """Lightning's cluster environment of this rank, replaced if this process turns out to be a joining rank."""
         return self._environment
 
     @cluster_environment.setter
@@ -275,7 +278,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         Raises:
             ValueError: an environment variable says that ranks must ask the store, but ``wait_for_workers`` lets
                 training begin without some ranks.
-            CollectiveTimeout: other ranks do not come, and no training is under way.
+            CollectiveTimeout: other ranks do not start, and no training is under way.
         """
         if self.host is None or not asks_the_store(os.environ):
             return False
@@ -444,8 +447,9 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
     def _together(self) -> AbstractContextManager[LightningCollectives | None]:
         """Return a context with collectives over all ranks; with None if this rank trains alone.
 
-        During a run they are those of `world`. After a run the ranks connect again for the time of the context, for one
-        operation such as ``trainer.save_checkpoint`` after ``fit``, unless this rank has failed.
+        During a run, these are the collectives of `world`. After a run, the ranks connect again for the duration of the
+        context, for one operation such as ``trainer.save_checkpoint`` after ``fit``. A rank that has failed does not
+        connect again.
         """
         # A rank that has failed must not wait for the others.
         if self._connection is not None or self.num_runs == 0 or self.failed or self.roles.is_alone(self.world_size):

@@ -38,7 +38,7 @@ class Correcting:
         """Return a context in which a batch's forward and backward passes run, for example at predicted parameters.
 
         Args:
-            opens: Whether the batch is the first of its window.
+            opens: Whether the batch is the first of its window (the batches whose gradients are averaged together).
         """
         yield
 
@@ -67,7 +67,7 @@ class LateGradientCorrection(Correcting):
     Args:
         gradients: The component that averages gradients of windows.
         correction: Formula of the correction.
-        number: Returns the number of steps taken so far.
+        number: Function that returns the number of steps taken so far.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class ParameterLookahead(Correcting):
         super().__init__(gradients)
         self._correction = correction
         self._there: dict[str, Tensor] = {}
-        """A second copy of the parameters, by name: those from before the last step or, in a window that `_is_ahead`,
-        the predicted ones."""
+        """A second copy of the parameters, by name: the parameters from before the last step or, while `_is_ahead`, the
+        predicted parameters."""
         self._is_ahead = self._has_stepped = False
 
     @contextmanager
     def batch(self, opens: bool) -> Iterator[None]:
         if opens:
-            # A prediction helps only while a mean is on its way, since the optimizer steps with that before it uses the
-            # gradients of this window.
+            # A prediction helps only while a mean is on its way, since the optimizer steps with that mean before it
+            # uses the gradients of this window.
             self._is_ahead = self._has_stepped and (self._gradients.in_flight or self._gradients.arrived is not None)
             if self._is_ahead:
                 self._has_stepped = False
@@ -128,7 +128,7 @@ class ParameterLookahead(Correcting):
             yield
             return
         self._swap_()
-        # torch counts the in-place changes of a tensor. One that `training_step` makes would be swapped away.
+        # torch counts the in-place changes of a tensor. The swap would undo a change by `training_step`.
         versions = {name: p._version for name, p in self._parameters.items()}
         try:
             yield
@@ -193,7 +193,7 @@ def correcting(
     Args:
         correction: The correction; None for none.
         gradients: The component that averages gradients of windows.
-        number: Returns the number of steps taken so far.
+        number: Function that returns the number of steps taken so far.
     """
     if isinstance(correction, GradientCorrection):
         return LateGradientCorrection(gradients, correction, number)

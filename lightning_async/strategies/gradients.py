@@ -39,16 +39,17 @@ class AsyncGradientStrategy(AsyncStrategy):
     .. math:: g = \frac{\sum_i \sum_{b \in W_i} n_{i,b}\, g_{i,b}}{\sum_i \sum_{b \in W_i} n_{i,b}}
 
     over all batches :math:`b` of all replicas' windows :math:`W_i`, of :math:`n_{i,b}` samples each. All replicas take
-    the same steps, and hold the same parameters after each step. ``global_step``, ``max_steps`` and schedulers that
-    step per batch count these steps; gradients are clipped after averaging. Before all ranks wait for one another
-    (validation, the end of an epoch, checkpoints), they step with the gradients in flight; the last batch of an epoch
-    closes a window. In manual optimization ``optimizer.step()`` asks for a step, see `ManualWindowSteps`.
+    the same steps, and have the same parameters after each step. ``global_step``, ``max_steps`` and learning-rate
+    schedulers with interval ``"step"`` count these steps. Gradients are clipped after averaging. Before all ranks wait
+    for one another (validation, the end of an epoch, checkpoints), they take the step with the gradients in flight. The
+    last batch of an epoch ends a window. In manual optimization ``optimizer.step()`` asks for a step, see
+    `ManualWindowSteps`.
 
     Args:
         accumulate: Number of batches in a window. Default 1: as many steps as DDP takes. ``"until_reduced"``: each
-            window lasts until the one before is reduced, and at least one batch, so that no rank waits for another.
-            `BalancedWindows`: slow ranks have fewer batches in a window. If ``accumulate`` is a number, an
-            `AdaptiveGradientAccumulation` among the callbacks replaces it.
+            window lasts until the gradients of the window before are averaged, and at least one batch, so that no rank
+            waits for another. `BalancedWindows`: slow ranks have fewer batches in a window. If ``accumulate`` is a
+            number, an `AdaptiveGradientAccumulation` among the callbacks replaces it.
         delay: 1 (default): a window's step is taken when the next window is full. 0: training waits for each step.
         warmup_steps: Number of steps without delay at the start of training. Default 0.
         correction: Correction of the delay. None (default): none. `DelayCompensation` changes late gradients;
@@ -72,7 +73,7 @@ class AsyncGradientStrategy(AsyncStrategy):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: an argument is out of range, or ``"until_reduced"`` comes with ``delay=0``.
+        ValueError: an argument is out of range, or ``"until_reduced"`` is combined with ``delay=0``.
 
     Source: delayed gradient averaging (Zhu et al., NeurIPS 2021); windows that fill the time of communication as in
     ACCO (Nabli et al., 2024, https://arxiv.org/abs/2406.02613).

@@ -1,4 +1,4 @@
-"""The admission of a joining rank, on the ranks that train: they go on with it from a sync point.
+"""The admission of a joining rank by the ranks that train: from a sync point on, all of them train together.
 
     ranks that train                         joining rank, a process of its own, see `strategies/joining_rank`
     rank 0 writes a notice to the store: the run and its settings
@@ -72,7 +72,7 @@ class PreparedJoin(NamedTuple):
         run: Number of the run (session of all ranks) that begins when the rank has joined.
         connection: Connection of all ranks, with all groups that training needs.
         pair: Collectives between rank 0 and the joining rank; None on other ranks.
-        place: Place of the joining rank in the epoch, see `JoinerData.place`.
+        place: Position of the joining rank in the epoch, as `JoinerData.place` returns it.
     """
 
     joining_rank: str
@@ -98,7 +98,7 @@ class JoinConnector:
 
     Args:
         transport: Transport of this rank.
-        environment: Environment of this rank in its own run.
+        environment: Cluster environment of this rank before the join.
         device: Device of this rank.
         timeouts: Timeouts of the strategy.
     """
@@ -113,16 +113,19 @@ class JoinConnector:
         self, rank: int, joining_rank: str, place: dict[str, Any], check: Callable[[], None],
         made: Callable[[Connection], None] = lambda connection: None, own: list[Any] | None = None,
     ) -> PreparedJoin:  # fmt: skip
-        """Connect all ranks that an invitation names, the joining rank included; each of them calls this.
+        """Connect all ranks that an invitation names, the joining rank included; all of them call this together.
 
         Args:
             rank: Number of this rank in the new connection.
             joining_rank: Name of the joining rank.
-            place: The invitation: which ranks connect, and where they meet.
-            check: Called repeatedly while the ranks connect; raises an error if one of them will not connect.
-            made: Called with the new connection before its groups are formed. Closing that connection interrupts the
-                forming of groups. Default: nothing is called.
-            own: The joining rank's place in the epoch, on the joining rank. Default: this rank trains already.
+            place: The invitation: a dict with the stable ids of the ranks that connect (``"names"``), the number of the
+                new run (``"run"``), and the prefix of its keys in the store (``"room"``).
+            check: Function that is called repeatedly while the ranks connect; it raises an error if one of them will
+                not connect.
+            made: Function that is called with the new connection before its groups are formed. Closing that connection
+                interrupts the forming of groups. Default: nothing is called.
+            own: On the joining rank, its position in the epoch, as `JoinerData.place` returns it. Default None, on a
+                rank that trains already.
 
         Raises:
             AsyncTrainingError: the ranks could not connect; the new connection is closed.
@@ -203,8 +206,8 @@ class JoinCoordinator(CollectiveCallback):
     def close(self) -> None:
         """Stop admitting joining ranks, at the end of a session.
 
-        Rank 0 also deletes the notice by which joining ranks find this run. It does not do so if it has failed, because
-        the other ranks may train on.
+        Rank 0 also deletes the notice by which joining ranks find this run. If rank 0 has failed, the notice stays,
+        because the other ranks may train on.
         """
         if self._speaks and not self._strategy.failed:
             self._pin({})
@@ -249,14 +252,14 @@ class JoinCoordinator(CollectiveCallback):
             call()
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Admit a joining rank if all ranks that train have prepared a connection with it.
+        """Admit a joining rank if all ranks have prepared a connection with that joining rank.
 
-        All ranks are at a sync point and hold the same model. In one exchange each rank sends which join it has
-        prepared and where it is in the epoch. All ranks decide by these values, so no rank may change its values
+        All ranks are at a sync point and have the same model. In one exchange each rank sends which join it has
+        prepared and its position in the epoch. All ranks decide by these values, so no rank may change its values
         afterwards.
 
         Returns:
-            Always False, because a join does not replace the model.
+            Always False: the model was not replaced.
         """
         strategy = self._strategy
         fit_sessions = self._strategy.fit_sessions
@@ -296,13 +299,13 @@ class JoinCoordinator(CollectiveCallback):
     def _take_in(
         self, ready: PreparedJoin, own: Packed | None, clocks: list[Any], places: list[Any], world: LightningCollectives
     ) -> None:
-        """End the session, begin one over the prepared connection with the joining rank, and send it rank 0's state.
+        """End the session, begin one that includes the joining rank, and send rank 0's state to the joining rank.
 
         Args:
             ready: The prepared join.
             own: Packed state of rank 0 for the joining rank; None on other ranks.
-            clocks: Clocks of all ranks that train.
-            places: Places in the epoch of all ranks that train.
+            clocks: Clocks (counts of steps, rounds and work) of all ranks that train.
+            places: Positions in the epoch of all ranks that train, see `JoinerData.place`.
             world: Collectives over the old connection.
         """
         strategy = self._strategy
@@ -374,20 +377,20 @@ def _hand_over(ready: PreparedJoin, *states: Packed) -> None:
 
 
 class JoinPreparation:
-    """The preparation of joins in one session, while training goes on; ended by `close`.
+    """The preparation of joins in one session, while training goes on; `close` ends it.
 
     wait for a joining rank --(its heartbeat)--> invite it (rank 0), or read the invitation (other ranks)
     --> connect, and form all groups --> ready: call the ranks to a sync point --> taken by `JoinCoordinator`
 
-    A thread does this while there is a joining rank. If a rank does not connect, is lost, or fails before the join is
-    taken, the joining rank is told to try again, and the connection is closed. A
-    joining rank that tries again does so under another name, because each name is prepared only once.
+    A thread does this while a rank waits to join. If a rank does not connect, is lost, or fails before
+    `JoinCoordinator` takes the join, the connection is closed, and the joining rank is told to try again. It then takes
+    a new name, because a join is prepared only once for each name.
 
     Args:
         view: Strategy of this rank, which trains.
         connector: Connects this rank with the others and the joining rank.
-        door: Board with the notes between this run and joining ranks.
-        most: Largest number of replicas.
+        door: The run's entries in the store for joining ranks.
+        most: Largest number of replicas; no joining rank is invited beyond this number.
         on_coming: Called on the preparation's thread before this rank connects with a joining rank.
         on_ready: Called on the preparation's thread when a joining rank can be admitted.
     """
@@ -416,15 +419,15 @@ class JoinPreparation:
         """Names of joining ranks that have been prepared, with or without success."""
         self._ready: PreparedJoin | None = None
         self._held = False
-        """Whether the ranks are about to agree on the join that is ready, which must not change meanwhile."""
+        """Whether `hold` has returned the prepared join, which must not change until `take` or `let_go` is called."""
         self._making: Connection | None = None
-        """Connection whose groups are being formed, which `close` interrupts."""
+        """The connection whose groups are being formed; `close` interrupts the forming of groups."""
 
     def look(self) -> None:
         """Start the thread that prepares joins, if it has something to do.
 
-        It has if a joining rank waits, or if a join was prepared and one of its ranks was lost since. Any thread may
-        call this; it does not wait for other ranks.
+        It has something to do if a joining rank waits, or if one of the ranks of a prepared join was lost. Any thread
+        may call this; it does not wait for other ranks.
         """
         with self._lock:
             if self._thread is None and (self._broken() or self._waiting()):
@@ -455,12 +458,14 @@ class JoinPreparation:
             self._held = False
 
     def answer(self, joining_rank: str, admitted: bool, again: bool = False) -> None:
-        """Write to the store whether a joining rank is admitted; it does not train before it has read this.
+        """Write to the store whether a joining rank is admitted.
+
+        The joining rank does not train before it has read this.
 
         Args:
             joining_rank: Name of the joining rank.
-            admitted: Whether it is admitted.
-            again: Whether it may try again under another name. Default False.
+            admitted: Whether the joining rank is admitted.
+            again: Whether the joining rank may try again under another name. Default False.
         """
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
             self._door.answer(joining_rank, admitted, again)
@@ -496,7 +501,7 @@ class JoinPreparation:
         """Return the names of joining ranks that can be invited now; none while a join is ready.
 
         A rank that was started again has the stable id of the rank that it replaces. It must wait until that rank is
-        known to be lost.
+        known to be lost. The caller holds `self._lock`.
         """
         live_ranks = self._view.live_ranks
         if self._ends.is_set() or self._ready is not None or live_ranks is None:
@@ -511,7 +516,8 @@ class JoinPreparation:
     def _broken(self) -> bool:
         """Return whether the prepared join cannot be completed, because one of its ranks was lost.
 
-        While `hold` keeps the join, return False, because the ranks then decide about it together.
+        While `hold` keeps the join, return False, because the ranks then decide about the join together. The caller
+        holds `self._lock`.
         """
         try:
             if self._ready is not None and not self._held:
@@ -537,7 +543,7 @@ class JoinPreparation:
 
     def _serve(self) -> None:
         while True:
-            # With the lock no change is missed: if this thread does not see it any more, `look` starts another thread.
+            # With the lock no change is missed: if this thread does not see a change, `look` starts another thread.
             with self._lock:
                 broken = self._ready if self._broken() else None
                 waiting = self._waiting()
@@ -590,7 +596,7 @@ class JoinPreparation:
         def check() -> None:
             membership.check()
             self._check_names(place["names"])
-            # A joining rank that has connected ends its visit in order; one that is in neither list is lost.
+            # A joining rank that has connected ends its visit normally; a rank in neither list is lost.
             if joining_rank not in membership.visitors() and joining_rank not in membership.left():
                 raise CollectiveTimeout(f"{joining_rank} is gone.")
             if self._ends.is_set() or self._door.read_answer(joining_rank):
@@ -610,7 +616,7 @@ class JoinPreparation:
         finally:
             self._making = None
         with self._lock:
-            # `close` sets the event before it takes the lock: either it finds the join here, or this finds the event.
+            # `close` sets the event before it takes the lock: either `close` finds this join, or the event is set here.
             if not self._ends.is_set():
                 self._ready = ready
                 # Until the join is taken, a rank may be lost, which makes it invalid.
@@ -628,9 +634,10 @@ class JoinPreparation:
         tell_failed(live_ranks.generation.rank, joining_rank, why)
 
     def _send_again(self, joining_rank: str) -> None:
-        """Write into the store that a joining rank must try again.
+        """Write to the store that a joining rank must try again.
 
-        This is called before the connection to the joining rank is closed, so that it finds this answer afterwards.
+        This is called before the connection to the joining rank is closed, so that the joining rank finds the answer
+        when the connection ends.
         """
         self.answer(joining_rank, admitted=False, again=True)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 _BOARD_LOOK_S = 0.05
-_HEAR_S = 0.002  # shorter than `_BOARD_LOOK_S`, because the others stand at a sync point meanwhile
+_HEAR_S = 0.002  # shorter than `_BOARD_LOOK_S`, because the others wait at a sync point meanwhile
 _WAITS = (
     "waiting to be admitted by the ranks that train. Are there any? If not, start all ranks again. If so, they may be "
     "as many as their `max_replicas` already, or on the way to a sync point"
@@ -57,7 +57,7 @@ class JoiningRank:
             f"Rank {self._number} could not be admitted: see the logs of the ranks that train. They go on without it."
         )
         self.patience = timedelta(minutes=30)
-        """Longest wait for the training of other ranks to begin, and for their coming to a sync point."""
+        """The longest wait until other ranks train, and until they come to a sync point."""
 
     def join(self) -> None:
         """Wait to be admitted, and take over the state of the other ranks.
@@ -101,11 +101,12 @@ class JoiningRank:
         worthwhile: Callable[[], bool] = lambda: True,
         look_s: float = _BOARD_LOOK_S,
     ) -> dict[str, Any]:
-        """Wait until the other ranks have written a note to the store, and return it.
+        """Wait until the other ranks have written an entry to the store, and return it.
 
         Args:
-            look: Reads the note; returns an empty one if it is not there yet.
-            worthwhile: Returns whether the note may still come; if not, an empty note is returned. Default: always.
+            look: Function that reads the entry; it returns an empty dict while there is no entry.
+            worthwhile: Function that returns whether the entry may still be written; if not, an empty dict is returned.
+                Default: always True.
             look_s: Longest time between two calls of ``look``, in seconds.
         """
         patience = WaitWithLog(
@@ -144,7 +145,7 @@ class JoiningRank:
             room: Prefix of the run's keys in the store.
 
         Returns:
-            Whether this rank has joined; False if that failed, and it may try again.
+            Whether this rank has joined; False if the attempt has failed and this rank may try again.
         """
         strategy = self._strategy
         self._attempts += 1
@@ -159,7 +160,7 @@ class JoiningRank:
             )
             ready = self._connect(transport, joining_rank, place, door) if place else None
         finally:
-            # The new connection has heartbeats of its own; those of the visit end in order.
+            # The new connection has heartbeats of its own; those of the visit end normally.
             membership.close()
         state = None if ready is None else self._receive(ready, lambda: door.read_answer(joining_rank))
         if ready is None or state is None:
@@ -204,6 +205,11 @@ class JoiningRank:
 
     def _receive(self, ready: PreparedJoin, answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """Receive rank 0's state, which rank 0 sends when all ranks have come to a sync point and admit this rank.
+
+        Args:
+            ready: The prepared join.
+            answer: Function that reads from the store whether the ranks that train have admitted this rank; it is
+                called if the state does not arrive.
 
         Returns:
             The state; None if rank 0 does not send it, and this rank may try again.
@@ -265,7 +271,9 @@ class JoiningRank:
     def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:
         """Wait until the other ranks have answered, in the store, that this rank is admitted.
 
-        ``answer`` reads their answer.
+        Args:
+            connection: Connection with the other ranks.
+            answer: Function that reads their answer from the store; it returns an empty dict while there is no answer.
 
         Raises:
             AsyncTrainingError: this rank is not admitted, or another rank is lost.

@@ -262,15 +262,15 @@ class LocalSteps(StepRunner):
 
 
 class StepBatches:
-    """The current and the last batches of one replica; each batch is counted once.
+    """The current batch of one replica, which is counted once, and the batches before it.
 
-    A `training_step` that takes a ``dataloader_iter`` fetches its batch from that. Such a batch is counted when its
+    A `training_step` with a ``dataloader_iter`` fetches its batch from this iterator. Such a batch is counted when its
     gradients are used, at the latest when the next batch begins.
 
     Args:
         module: The user's module.
-        buffers: Treatment of buffers; the last batches are kept if it is "recompute".
-        take: Called with each batch once, to count it.
+        buffers: Treatment of buffers. If it is ``"recompute"``, the last `RECENT_BATCHES` batches are kept.
+        take: Function that counts a batch; it is called once for each batch.
     """
 
     def __init__(self, module: Any, buffers: str, take: Callable[[Any], None]) -> None:
@@ -281,7 +281,7 @@ class StepBatches:
         self._unseen = False
         self._taken: Any = None
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
-        """The last batches, for recomputing BatchNorm's statistics; empty if these are not recomputed."""
+        """The last batches, for recomputing BatchNorm's statistics; empty if the statistics are not recomputed."""
 
     def start(self, batch: Any) -> None:
         """Begin a batch. Count it now, unless `training_step` will fetch it from its ``dataloader_iter``."""

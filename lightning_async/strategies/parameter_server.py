@@ -66,23 +66,24 @@ class ParameterServerStrategy(AsyncStrategy):
     and every push that it had acknowledged is in the weights exactly once.
 
     Args:
-        mode: ``"async"`` (default): each push is applied when it comes. ``"sync"``: pushes are applied together, see
-            above. ``"ssp"``: pushes are applied when they come, and a worker waits where its weights would lack more
-            than ``max_staleness`` of the slowest worker's pushes; pushes are counted from the last sync point. MXNet's
+        mode: ``"async"`` (default): each push is applied when it arrives. ``"sync"``: pushes are applied together, see
+            above. ``"ssp"``: each push is applied when it arrives, and a worker waits if its weights would lack more
+            than ``max_staleness`` of the slowest worker's pushes. Pushes are counted from the last sync point. MXNet's
             names ("dist_async", "dist_sync", "dist_sync_device" and others) are allowed, too.
         num_servers: Number of servers. None (default): one on each host; with dedicated servers, one.
         placement: ``"colocated"`` (default): servers are further processes on the workers' hosts. ``"dedicated"``: the
-            last ``num_servers`` ranks are servers. They load no data and never train; their first call of the Trainer
-            serves until all workers have ended, and then ends the process with exit code 0.
+            last ``num_servers`` ranks are servers. They load no data and never train. Their first call of a Trainer
+            method runs the server until all workers have ended, and then ends the process with exit code 0.
         update_on_server: True (default): the optimizer is on the servers, see above. False: each worker has its own
             optimizer, of any class, and pushes the changes of its weights. Servers add these changes; in sync mode they
             add their mean, in which all workers weigh the same.
         staleness: Correction of the lag. ``"auto"`` (default): `Dana` with `GapAware` for SGD with momentum, and
             `GapAware` rates for other optimizers. ``"none"``, another short name, or a policy of
             `algorithms.staleness`.
-        max_staleness: Largest number of pushes that weights may lack, for ``mode="ssp"``. Default 3.
+        max_staleness: Largest number of the slowest worker's pushes that weights may lack; only for ``mode="ssp"``.
+            Default 3.
         warmup_steps: Number of first steps that are taken as in mode ``"sync"``; only for the other modes. Momentum
-            that each worker keeps for itself (`Dana`) begins after them. Default 0.
+            that each worker keeps for itself (`Dana`) begins after these steps. Default 0.
         pull_every: Number of pushes between pulls. Default 1.
         compression: Compression of pushes: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"2bit"``, ``"topk"``, or a value of
             `algorithms` with its own arguments. What compression drops from a push is added to the next push. Default
@@ -101,7 +102,7 @@ class ParameterServerStrategy(AsyncStrategy):
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: an argument is out of range, or two arguments contradict each other; when training begins, there are
-            more servers than ranks, or servers cannot have the optimizer.
+            more servers than ranks, or servers do not support the optimizer.
 
     Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the key-value store
     of MXNet; Ho et al., 2013, for ``"ssp"``.
@@ -180,11 +181,13 @@ class ParameterServerStrategy(AsyncStrategy):
             self.connection.on_end = lambda: None
 
     def _join_or_start(self) -> None:
-        """Wait until enough workers have come for training to begin; a worker that comes later becomes a joining rank.
+        """Wait until enough workers have started for training to begin.
+
+        A worker that starts later becomes a joining rank.
 
         Raises:
             ValueError: the quorum is larger than the number of workers, or smaller than ``min_replicas`` allows.
-            CollectiveTimeout: too few workers have come within 30 minutes.
+            CollectiveTimeout: too few workers have started within 30 minutes.
         """
         rank = self.place.global_rank()
         world_size = self.place.world_size()

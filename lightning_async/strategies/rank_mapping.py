@@ -18,7 +18,8 @@ from lightning_async.trainer.namespace import fabric, pytorch
 log = logging.getLogger(__name__)
 
 
-_ROOM = "lightning_async"  # Prefix in the store under which ranks meet that have the numbers they were started with.
+# The prefix of the store's keys by which ranks connect while they have the numbers with which they were started.
+_ROOM = "lightning_async"
 _runs = [0]
 _here: list[RankMap] = []  # The map of this process once numbers have changed; later strategies begin with it.
 
@@ -34,7 +35,8 @@ class RankMap:
         min_replicas: Smallest number of live ranks that go on after a loss.
         before: Map of the live ranks before this run. Default: there is none, and all ranks have the numbers with which
             they were started.
-        wanted: Smallest number of live ranks that train; fewer wait for ranks to join. Default: no rank waits.
+        wanted: Smallest number of live ranks that train; fewer live ranks wait for other ranks to join. Default: live
+            ranks never wait.
     """
 
     def __init__(
@@ -43,14 +45,14 @@ class RankMap:
         self._names = generation.members if before is None else before.names
         """Stable ids of the ranks of this run: the numbers that they were started with."""
         self.started = generation.world_size if before is None else before.started
-        """Number of ranks at first."""
+        """The number of ranks with which the job was started."""
         self.ever = frozenset(range(self.started)) if before is None else before.ever
         """Stable ids of all ranks that have ever taken part."""
         self._run = run
         self._min_replicas = min_replicas
         self.wanted = max(wanted, min_replicas)
         self.room = "" if before is None else before.room
-        """Prefix in the store under which the live ranks meet since their numbers have changed; else ``""``."""
+        """The prefix of the keys in the store by which live ranks connect once their numbers changed; else ``""``."""
         self.generation = generation
 
     def with_joining_ranks(self, rank: int, names: Sequence[str], run: int, ever: Iterable[int] = ()) -> RankMap:
@@ -69,10 +71,10 @@ class RankMap:
         return made
 
     def begun_by(self, rank: int, names: Sequence[str], run: int) -> RankMap:
-        """Return the map of the ranks that begin training before all ranks have come.
+        """Return the map for a training that begins before all ranks have started.
 
         Args:
-            rank: Number of this rank among those that begin.
+            rank: Number of this rank among the ranks that begin.
             names: Stable ids of the ranks that begin.
             run: Number of their run.
         """
@@ -91,7 +93,6 @@ class RankMap:
 
     @property
     def lost(self) -> int:
-        """Number of lost ranks."""
         return len(self.ever) - self.generation.world_size
 
     @property

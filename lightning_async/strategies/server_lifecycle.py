@@ -51,8 +51,8 @@ class StartQuorum:
 
     Args:
         number: Smallest number of workers with which training begins; None (default) for all.
-        within: Time for which training waits for all workers; after it, ``number`` workers are enough. Default: None,
-            it does not wait.
+        within: Time for which training waits for all workers; after this time, ``number`` workers are enough. Default
+            0: training waits for ``number`` workers only.
 
     >>> StartQuorum(2).begins([0, 1], 4, waited_s=0.0)
     True
@@ -122,8 +122,8 @@ class StartQuorum:
         """Return whether training begins now.
 
         Args:
-            come: Numbers of the workers that have come.
-            world_size: Number of workers that are started.
+            come: Numbers of the workers that have started.
+            world_size: Number of all workers.
             waited_s: Seconds since the wait began.
         """
         enough = self.number is not None and len(come) >= self.number
@@ -138,8 +138,9 @@ class StartQuorum:
             world_size: Number of workers.
 
         Raises:
-            CollectiveTimeout: too few workers have come within 30 minutes.
-            AsyncTrainingError: the process that started this rank has died, or the ranks differ in how they begin.
+            CollectiveTimeout: too few workers have started within 30 minutes.
+            AsyncTrainingError: the process that started this rank has died, or the ranks have different settings, for
+                example of ``wait_for_workers``.
         """
         patience = WaitWithLog(rank, _PATIENCE, check_start)
         began = time.monotonic()
@@ -174,8 +175,8 @@ class Servers:
     Args:
         addresses: Addresses of all servers, see `p2p_gloo.dial`.
         own: Server processes that this rank has started, by number of the server. Default: none.
-        check: Called with the number of a server that cannot be reached; raises an error if it will not come back.
-            Default: nothing is called.
+        check: Function that is called with the number of a server that cannot be reached; it raises an error if the
+            server will not come back. Default: nothing is called.
         of_this_run: Whether the workers have started the servers on their own hosts, for this training only. Default
             False.
         come_back: Whether a lost server is replaced by a new one, which loads a snapshot. Default False.
@@ -238,14 +239,14 @@ class Servers:
 
     @classmethod
     def at(cls, places: str, worker_rules: WorkerRules) -> Servers:
-        """Return servers that ``lightning-async serve`` has started, after checking that their rules fit this training.
+        """Return servers that ``lightning-async serve`` has started, after checking that they fit this training.
 
         Args:
             places: Addresses, as ``"HOST:PORT,HOST:PORT"``.
-            worker_rules: Rules by which servers must treat the workers of this training.
+            worker_rules: Settings by which servers must treat the workers of this training.
 
         Raises:
-            ValueError: a server has other rules, or waits for more workers than there are.
+            ValueError: a server has other settings, or waits for more workers than there are.
             PeerLost: a server does not answer.
         """
         addresses = look_up_all(places)
@@ -405,17 +406,18 @@ class JobRanks:
     def serve(self, number: int, host: str | None, early: bool) -> None:
         """Run a dedicated server until the workers have ended.
 
-        After a first SIGTERM or SIGINT, serve only until no worker is connected; after a second one, stop waiting.
+        After a first SIGTERM or SIGINT, the server runs only until no worker is connected. After a second signal, it
+        ends without waiting for workers.
 
         Args:
             number: Number of this server.
             host: Address at which other hosts reach this host; None if all ranks are on one host.
-            early: Whether training may begin before all workers have come.
+            early: Whether training may begin before all workers have started.
 
         Raises:
             AsyncTrainingError: no server can be started.
             PeerLost: the store is lost while workers train.
-            CollectiveTimeout: no worker has come within 30 minutes.
+            CollectiveTimeout: no worker has started within 30 minutes.
         """
         rank = self._place().global_rank()
         with naming_the_stores_host(rank), _EndSignals() as signals:

@@ -27,7 +27,9 @@ _ALIASES: dict[str, Mode] = {
 
 
 def mode_of(owner: str, mode: str) -> Mode:
-    """Return the mode that ``mode`` names, by this package's name or by MXNet's. ``owner`` is named in errors.
+    """Return the mode that ``mode`` names, by this package's name or by MXNet's.
+
+    ``owner`` is the name of the strategy's class, for error messages.
 
     >>> mode_of("Strategy", "dist_sync_device"), mode_of("Strategy", "dist")
     ('sync', 'sync')
@@ -58,15 +60,16 @@ def policy_of(staleness: str | StalenessPolicy, update_on_server: bool) -> str |
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The settings of a `ParameterServerStrategy` that most trainings leave as they are.
+    """The settings of a `ParameterServerStrategy` that most trainings do not change.
 
     Args:
         wait_for_workers: Workers with which training begins. ``"all"`` (default): all of them. A number: training
-            begins as soon as so many workers have started, rank 0 among them. (A number, a timedelta): training begins
-            when all have started, or, once this time is over, as soon as so many have. Workers that start later join.
+            begins as soon as this number of workers has started, rank 0 among them. A tuple of a number and a
+            timedelta: training begins when all workers have started; once the time is over, the number of workers is
+            enough. Workers that start later join.
         server_address: Addresses ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. These
-            keep their weights from one training to the next; the first training gives them its weights. Default: the
-            strategy starts servers.
+            servers keep their weights from one training to the next; the first training sends them its weights.
+            Default: the strategy starts servers.
         snapshots: Folder for snapshots of servers that the strategy starts. If a server is lost, and its memory with
             it, a new server loads the newest snapshot. Default: no snapshots are taken.
         snapshot_every: Seconds between two snapshots. Default 60.
@@ -75,10 +78,11 @@ class ServerOptions:
         consistent_pull: Whether a pull gets the same version from all servers of a parameter group, so that no push is
             in the weights of one server and missing in those of another. Pushes of all workers wait during such a pull.
             In mode ``"sync"`` versions are always the same. Default False.
-        lr_clock: Steps that are counted by learning-rate schedulers that step per batch: the servers' version divided
-            by the number of workers (``"global"``), or the worker's own steps (``"local"``). None (default):
-            ``"global"``, except in mode ``"sync"`` or with the worker's own optimizer.
-        update_frequency: Number of local steps of the worker's own optimizer between pushes. Default 1.
+        lr_clock: Steps that a learning-rate scheduler with interval ``"step"`` counts: the servers' version divided by
+            the number of workers (``"global"``), or the worker's own steps (``"local"``). None (default): ``"local"``
+            in mode ``"sync"`` and with ``update_on_server=False``, otherwise ``"global"``.
+        update_frequency: Number of local steps between two pushes, if each worker has its own optimizer
+            (``update_on_server=False``). Default 1.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -122,7 +126,7 @@ class ServerOptions:
 
     @property
     def quorum(self) -> StartQuorum:
-        """The quorum for the value of ``wait_for_workers``."""
+        """The value of ``wait_for_workers`` as a `StartQuorum`, which decides when training begins."""
         return StartQuorum.of(self.wait_for_workers)
 
     @property

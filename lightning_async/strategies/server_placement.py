@@ -1,6 +1,7 @@
 """The placement of parameter servers.
 
-By `ServerHandle`, a worker finds or starts servers and connects to them. By `ServerRoles`, some ranks become servers.
+`ServerHandle` is a worker's access to the servers: it finds or starts them, and connects to them. `ServerRoles` decides
+which ranks are servers.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class ServerRoles(Roles):
         """Whether servers are ranks."""
         self.begin_together = service.options.quorum.is_all
         self.expects_more = False
-        """Whether workers have begun without others, which join later."""
+        """Whether training has begun without some of the workers, which join later."""
 
     @property
     def num_servers(self) -> int:
@@ -102,7 +103,10 @@ class ServerRoles(Roles):
         return world_size == 1 and not (self.expects_more or self.dedicated or elsewhere)
 
     def take_part(self, strategy: Any) -> None:
-        """Return at once on a worker; on a dedicated server, serve until the workers end, then end the process."""
+        """Return at once on a worker.
+
+        On a dedicated server, run the server until the workers end, then end the process.
+        """
         role, number = self.of(strategy.cluster_environment)
         if role != "worker":
             host = self.reached_at(strategy.cluster_environment, strategy.num_nodes)
@@ -158,16 +162,18 @@ class ServerHandle:
         self._run: int | None = None
         """Number of the run for which dedicated servers were called; None without such servers."""
         self.brings = False
-        """Whether servers must replace their weights by this training's, because it has restored a checkpoint."""
+        """Whether servers must replace their weights by this training's weights, because a checkpoint was restored."""
         self._warmup_steps = 0
         """Number of warm-up steps that are left."""
         self.groups = [ParameterGroup(0, 0, "delta", {})]
         """The parameter groups; each has its own table on the servers."""
         self.progress = WorkerSteps()
-        """Steps that learning-rate schedulers follow."""
+        """The steps that learning-rate schedulers count."""
 
     def describe(self, optimizers: Sequence[Optimizer], again: bool = False) -> None:
-        """Tell the servers which optimizers to create; do nothing if workers have the optimizers.
+        """Set `groups`: how the servers create each optimizer. Do nothing if workers have the optimizers.
+
+        `join` sends these descriptions to the servers.
 
         Args:
             optimizers: The optimizers of the training.
@@ -200,9 +206,10 @@ class ServerHandle:
             environment: Cluster environment of this rank, from which its address follows.
 
         Raises:
-            ValueError: there are more servers than ranks, or servers at ``server_address`` have other rules.
+            ValueError: there are more servers than ranks, or servers at ``server_address`` have other settings than
+                this training.
             AsyncTrainingError: a server cannot be started.
-            PeerLost: a worker is lost meanwhile, or a server at ``server_address`` does not answer.
+            PeerLost: another worker is lost while this one waits, or a server at ``server_address`` does not answer.
             CollectiveTimeout: a dedicated server has not answered within 30 minutes.
         """
         world = connection.world
@@ -240,16 +247,19 @@ class ServerHandle:
         averager: BackgroundAverager,
         world: LightningCollectives | None = None,
     ) -> ParameterGroups:
-        """Connect this worker's model with the servers, and return its tables on them.
+        """Connect this worker's model with the servers.
 
-        Rank 0 gives the servers its weights; the other workers then pull them.
+        Rank 0 sends its weights to the servers; the other workers then pull these weights.
 
         Args:
             module: The user's module.
             optimizers: The module's optimizers.
             averager: Averager of this worker; it holds the worker's name and the totals of its pushes.
-            world: Collectives over the workers, which all call this together. Default: this worker calls it alone, and
-                the servers have weights already.
+            world: Collectives over the workers, which all call this together. Default None: this worker calls it alone,
+                and the servers have weights already.
+
+        Returns:
+            The tables by which this worker pushes and pulls, in the sequence of `groups`.
 
         Raises:
             AsyncTrainingError: a server has other settings or another model.
@@ -327,7 +337,10 @@ class ServerHandle:
         self.servers.job = told["job"]
 
     def _call(self, connection: Connection, run: int, rules: WorkerRules) -> Servers:
-        """Ask the dedicated servers to start, wait until they have, and return them; all workers call this together."""
+        """Ask the dedicated servers to start, wait until they have started, and return them.
+
+        All workers call this together.
+        """
         world = connection.world
         board = JobBoard(self._job.store())
         shelving = self._shelving(world)

@@ -109,7 +109,7 @@ class PushSamples(SampleCounts):
         self.batch = 0.0
         """Number of samples of the current batch."""
         self._since = self._reported = 0.0
-        """`_since`: samples since the last batch with a step. `_reported`: those already reported, or dropped."""
+        """`_since`: samples since the last batch with a step. `_reported`: how many of them are reported or dropped."""
         self.spent = False
         """Whether a step was taken, so that the next batch starts the count again."""
 
@@ -121,7 +121,7 @@ class PushSamples(SampleCounts):
         super().start_batch()
 
     def count(self, samples: float) -> None:
-        """Count the current batch."""
+        """Set the current batch's number of samples, and add it to the samples since the last batch with a step."""
         self.batch = samples
         self._since += samples
 
@@ -188,7 +188,7 @@ class Requests:
         self._under_way.add_done_callback(lambda _: self._averager.control.wake())
 
     def wait(self) -> None:
-        """Wait until the request under way is answered, if there is one; the answer stays for `finish`."""
+        """Wait until the request under way is answered, if there is one; `finish` then returns the answer."""
         if self._under_way is not None:
             self._averager.sync_points.wait(self._under_way.done)
 
@@ -211,7 +211,7 @@ class Requests:
     def ask_within(self, timeout_s: float, ask: Callable[[], Any]) -> None:
         """Make a request and wait for its end, after training has failed; raise TimeoutError after ``timeout_s``.
 
-        A request that takes longer is not given up here; `close` does that.
+        A request that takes longer is not cancelled here; `close` cancels it.
         """
         self._under_way = self._thread.submit(ask)
         self._under_way.result(timeout_s)
@@ -238,12 +238,12 @@ class PushSteps(StepRunner, SyncPointParticipant):
     With the optimizer on the servers, ``optimizer.step`` pushes the gradients and pulls the weights. Otherwise the
     worker has the optimizer, and pushes the changes of its weights. At a sync point no request is under way.
 
-    Before each push and each sync point the worker looks for parameters that something else than the optimizer has
-    changed, such as a callback. If changes of the weights are pushed, these include such writes. If gradients are
-    pushed, such writes raise an error, because the next pull would overwrite them.
+    Before each push and each sync point the worker looks for parameters that other code than the optimizer has changed,
+    such as a callback. If changes of the weights are pushed, these include the changes by other code. If gradients are
+    pushed, changes by other code raise an error, because the next pull would overwrite them.
 
-    The state of optimizers on servers is fetched for checkpoints. On rank 0 the optimizers hold it whenever a
-    checkpoint is made, on other ranks only inside of `states_here`.
+    The state of optimizers on servers is fetched for checkpoints. Rank 0 loads it into its own optimizers before each
+    checkpoint; other ranks do so only within `states_here`.
 
     Args:
         strategy: Strategy of this rank.
@@ -349,7 +349,6 @@ class PushSteps(StepRunner, SyncPointParticipant):
                     optimizer.state.clear()
 
     def _fetch_state(self, optimizer: Optimizer) -> None:
-        """Fetch an optimizer's state from the servers into ``optimizer.state``."""
         self._finish()
         self._ask(partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
 
@@ -412,7 +411,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._samples.end_pass(self._samples.batch)
 
     def _refuse(self, written: list[str]) -> None:
-        """Raise AsyncTrainingError if there are parameters that something else than the optimizer has changed.
+        """Raise AsyncTrainingError if there are parameters that other code than the optimizer has changed.
 
         Args:
             written: Names of these parameters.
@@ -530,7 +529,6 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._averager.tick(Action.GRADIENTS, samples, stepped=stepped, lr=learning_rate(self._strategy.optimizers))
 
     def _ask(self, ask: Callable[[], Any]) -> Any:
-        """Make a request, and wait for its answer."""
         self._requests.begin(ask)
         return self._finish()
 

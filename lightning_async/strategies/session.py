@@ -125,7 +125,7 @@ class FitSessions:
             self.begin()
 
     def widen(self, connection: Connection, run: int) -> None:
-        """Begin a session over a connection with more ranks; averaging goes on with the state it had.
+        """Begin a session over a connection with more ranks; averaging goes on with the state of the session before.
 
         Args:
             connection: Connection with all ranks, joining ranks included.
@@ -188,11 +188,13 @@ class Session:
     Args:
         strategy: Strategy of this rank.
         connection: Connection of all ranks of the session.
-        meet: Waits at a sync point that a step needs, and informs the patched loops of it.
-        saved: Holder of the saved state; averaging goes on from that state if there is any.
+        meet: Function with which the averager waits at a sync point in the middle of a batch; it returns how the wait
+            has ended.
+        saved: Saved state of averaging; if it is not empty, averaging goes on from it.
 
     Raises:
-        ValueError: the transport cannot go on without lost ranks, as ``min_replicas`` asks for.
+        ValueError: ``min_replicas`` asks that training goes on after ranks are lost, which the transport does not
+            support.
     """
 
     def __init__(
@@ -272,7 +274,10 @@ class Session:
             self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
 
     def _go_on(self, generation: Generation, why: str) -> None:
-        """Go on without lost ranks, and look for joining ranks, which may now have room; on the engine's thread."""
+        """Go on without lost ranks, and look for joining ranks, for which there may now be room.
+
+        Called on the engine's thread.
+        """
         live_ranks = self._strategy.live_ranks
         assert live_ranks is not None
         lost = [name for name in live_ranks.generation.members if name not in generation.members]

@@ -1,5 +1,6 @@
 """The windows of gradients of one replica: when each is full, when it is sent, and when its step is taken.
 
+A window is the sum of one replica's gradients over several batches; the windows of all replicas are averaged together.
 `WindowSteps` is the step runner of automatic optimization. `ManualWindowSteps` is that of manual optimization, where
 each of several optimizers asks for its own steps. `WindowSchedule` returns the current size of windows and the current
 delay of steps. If steps have no delay, `LastBackward` sends a window already during the window's last backward pass.
@@ -39,9 +40,10 @@ _LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
 class WindowSteps(StepRunner, SyncPointParticipant):
     """The step runner of windows of gradients, in automatic optimization; it takes part in sync points.
 
-    After a sync point, all replicas have taken the same steps: a replica that waits there still takes part in
-    averaging the gradients of replicas that train on, and takes a step with each mean. At the end of an epoch
-    and of training, an open window is sent before the sync point, even if it is not full.
+    A window is the sum of this replica's gradients over several batches. A replica that waits at a sync point still
+    takes part in averaging the windows of replicas that train on, and takes an optimizer step with each mean. So all
+    replicas have taken the same steps when the sync point opens. At the end of an epoch and of training, a window is
+    sent before the sync point, even if it is not full.
 
     Args:
         strategy: Strategy of this rank.
@@ -70,8 +72,9 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._seen = 0
         self._batches = StepBatches(strategy.module, strategy.buffers, self._count_samples)
         self._made = self._held = self._restored = False
-        """Whether the batch has gradients; whether the window is full, and sent with the next batch only, after a
-        checkpoint that holds it; whether a checkpoint was loaded since the last sync point."""
+        """`_made`: whether the batch has gradients. `_held`: whether the window is full, but kept back until the next
+        batch, because a checkpoint must hold it. `_restored`: whether a checkpoint was loaded since the last sync
+        point."""
         self._prepare()
         self._correcting = correcting(strategy.correction, gradients, lambda: averager.step)
         self.recent = self._batches.recent
@@ -95,7 +98,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
     def _gathered(self) -> dict[str, Any] | None:
         """Return this rank's state for a checkpoint; None if there is nothing to save.
 
-        It is the current window, including gradients that are being averaged, and the residual of compression.
+        The state is the current window, including gradients that are being averaged, and the residual of compression.
         """
         gradients = self._gradients
         carried_residual = gradients.carried_residual()
@@ -169,7 +172,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._made = True
 
     def after_batch(self) -> None:
-        """Add the batch's gradients to the window; if it is full, step with the previous mean, then send the window."""
+        """Add the batch's gradients to the window. If it is full, step with the previous mean, then send the window."""
         if self._made:
             self._made = False
             if not self._window.batches:
@@ -279,7 +282,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         return True
 
     def _take(self) -> None:
-        """Step with the mean that has arrived; do nothing if none has."""
+        """Take an optimizer step with the mean gradient that has arrived; do nothing if none has arrived."""
         gradients = self._gradients
         averager = self._averager
         strategy = self._strategy
@@ -351,7 +354,7 @@ class ManualWindowSteps(WindowSteps):
     steps = False
     """Whether a call of ``optimizer.step`` takes a step now; otherwise it asks for one."""
     _uncounted = 0.0
-    """Samples since an optimizer has asked for a step."""
+    """The number of samples since the last batch in which an optimizer has asked for a step."""
     _asked = False
     """Whether an optimizer has asked for a step in the current batch."""
 
@@ -513,7 +516,7 @@ class WindowSchedule:
 
     @property
     def late(self) -> bool:
-        """Whether a step now uses the gradients of an earlier window."""
+        """Whether the step at the end of a window uses the gradients of the window before."""
         return self._strategy.delay > 0 and not self.warming_up
 
     @property
@@ -531,7 +534,11 @@ class WindowSchedule:
         return 1 if accumulate == "until_reduced" else accumulate
 
     def fills(self, batches: int, samples: float, size: float) -> bool:
-        """Return whether a window is full: whether it has ``size`` batches, and as many samples as it needs."""
+        """Return whether a window is full, by its number of batches and of samples.
+
+        It is full if it has ``size`` batches and, if a callback sets the size of windows, the least number of samples
+        that the callback asks for.
+        """
         sizes = self._strategy.sizes
         return batches >= max(1, size) and (sizes is None or samples >= sizes.least)
 
@@ -571,7 +578,7 @@ class LastBackward:
         window_schedule: Size and delay of windows.
         gradients: The component that averages gradients.
         window: Window of this replica.
-        tell_place: Records how far this replica is in its data.
+        tell_place: Function that records how far this replica is in its data.
     """
 
     def __init__(
@@ -589,7 +596,7 @@ class LastBackward:
         self._possible = module.automatic_optimization and not pulls(module) and not changes_gradients(module)
         self._samples = 0.0
         self.under_way = False
-        """Whether the window is being sent, and the batch of its last backward pass is not over."""
+        """Whether the window is being sent, and the batch of its last backward pass has not ended."""
 
     def begin(self, samples: float, size: float, step: int) -> None:
         """Begin a backward pass; if it is the window's last one, begin to send the window if possible.

@@ -36,7 +36,7 @@ LrClock = Literal["local", "global"]
 
 
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
-    """Check the first three arguments of `AsyncAveragingStrategy`."""
+    """Raise TypeError or ValueError for invalid values of these arguments of `AsyncAveragingStrategy`."""
     owner = "AsyncAveragingStrategy"
     check_protocol(owner, "rule", rule, AveragingRule, "'auto', or an averaging rule such as DeltaMean()")
     check_protocol(owner, "schedule", schedule, Schedule, "'auto', or a schedule such as EveryNSteps(32)")
@@ -58,7 +58,7 @@ def check_compression(owner: str, compression: object) -> None:
 
 
 def check_policies(owner: str, buffers: object, optimizer_state: object, lr_clock: object, part_mb: float) -> None:
-    """Check the arguments that several strategies have in common."""
+    """Raise TypeError or ValueError for an invalid value of an argument that several strategies have in common."""
     check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
     check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
     check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
@@ -69,16 +69,19 @@ def check_policies(owner: str, buffers: object, optimizer_state: object, lr_cloc
 
 
 def warn_of_momentum(module: Any, num_optimizers: int, rule: AveragingRule) -> None:
-    """Warn of an outer optimizer with momentum over optimizers that step one after the other, as a GAN's do."""
+    """Warn if ``rule`` has an outer optimizer with momentum, and the module steps several optimizers by itself.
+
+    Such optimizers may train models against each other, as a GAN's do. Momentum harms such models.
+    """
     outer = rule.rule if isinstance(rule, PseudoGradientPenalty) else rule
     has_momentum = isinstance(outer, AdaptiveDiLoCo) or (isinstance(outer, SlowMo) and outer.beta > 0)
     if isinstance(outer, DiLoCo) and outer.outer_optimizer is None:
         has_momentum = outer.outer_momentum > 0
     if has_momentum:
         log.warning(
-            "`%s` steps %d optimizers by itself, and `rule=%r` is an outer optimizer with momentum: that leads models "
-            "astray that train against each other, such as a GAN's. For such pass `rule=DeltaMean()`, or "
-            "`rule=DiLoCo(outer_lr=1.0, outer_momentum=0.0)`, the same mean, where messages are compressed.",
+            "`%s` steps %d optimizers by itself, and `rule=%r` is an outer optimizer with momentum. Momentum harms "
+            "models that train against each other, such as a GAN's. For those pass `rule=DeltaMean()`, or, with "
+            "compressed messages, `rule=DiLoCo(outer_lr=1.0, outer_momentum=0.0)`, which gives the same mean.",
             type(module).__name__, num_optimizers, rule,
         )  # fmt: skip
 
@@ -104,7 +107,10 @@ def check_callbacks(callbacks: list[Any]) -> None:
 
 
 def check_survival(owner: str, min_replicas: int | None, max_replicas: int | None, world_size: int) -> None:
-    """Raise ValueError for fewer ranks than ``min_replicas``, or more than ``max_replicas``."""
+    """Raise ValueError if there are fewer ranks than ``min_replicas``, or more than ``max_replicas``.
+
+    None for either of them: no such limit.
+    """
     if min_replicas is not None and min_replicas > world_size:
         raise ValueError(f"`{owner}(min_replicas={min_replicas})`: there are {world_size} ranks only.")
     if max_replicas is not None and max_replicas < world_size:
@@ -112,9 +118,10 @@ def check_survival(owner: str, min_replicas: int | None, max_replicas: int | Non
 
 
 def check_setup(module: Any, layer_sync: Any, buffers: str) -> None:
-    """Raise ValueError for a module that waits for all ranks at every step.
+    """Raise ValueError for a module with a layer or a metric that waits for all ranks at every step.
 
-    Also raise it for a module without ``forward`` if ``buffers`` is "recompute", which needs this method.
+    Also raise it if ``buffers`` is "recompute", the module has BatchNorm's statistics, and it has no ``forward``, by
+    which they would be recomputed.
     """
     batch_norms = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
     if layer_sync is not None or batch_norms:
@@ -145,12 +152,14 @@ class FitCheck:
         self._world = world
 
     def run(self) -> bool:
-        """Check all ranks; return whether all have the same number of epochs, so that they meet at the end of each.
+        """Run all checks, and return whether all ranks have the same number of epochs.
+
+        If the result is True, all ranks wait for one another at the end of each epoch. All ranks call this together.
 
         Raises:
             ValueError: The ranks have unequal numbers of epochs, but a callback, scheduler or the like needs all ranks
-                together at an epoch's end. Or all ranks take the same steps, but a scheduler's schedule ends before
-                training does, or it watches a metric that each rank computes from its own batches.
+                together at an epoch's end. It is also raised if all ranks take every step together, and a scheduler has
+                fewer steps than training, or watches a metric that each rank computes from its own batches.
         """
         trainer = self._trainer
         world = self._world
@@ -209,7 +218,7 @@ class FitCheck:
     def _check_watched(self) -> None:
         """Raise ValueError for a scheduler that watches a metric at each step if ranks share learning rates.
 
-        The metric would be of one rank's batch only, and ranks would choose different learning rates.
+        Each rank computes such a metric from its own batch, so ranks would choose different learning rates.
         """
         trainer = self._trainer
         if updates_of(trainer) is None or not trainer.lightning_module.automatic_optimization:
@@ -233,7 +242,7 @@ class FitCheck:
         return min(limit, float(math.ceil(trainer.max_steps / steps_per_epoch)))
 
     def _epoch_end_users(self) -> list[str]:
-        """Return the names of the callbacks, schedulers and metrics that need all ranks together at an epoch's end."""
+        """Return the names of callbacks, metrics, arguments and schedulers that need all ranks at an epoch's end."""
         trainer = self._trainer
         callbacks = pytorch("callbacks")
         users = []

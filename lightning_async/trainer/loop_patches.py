@@ -1,4 +1,4 @@
-"""Patches of Lightning's loops for asynchronous replicas, and the sync points at which all ranks meet.
+"""Patches of Lightning's loops for asynchronous replicas, and the sync points at which all ranks wait.
 
 Lightning assumes that every rank reaches validations and ends of epochs after the same number of batches. Each patch
 replaces one method of one object of one Trainer, and is undone at tear-down.
@@ -53,9 +53,9 @@ class Validation:
         self._lost_rank_data = lost_rank_data
         self._unscheduled = UnscheduledValidation(trainer)
         self.sync_points_epochs = True
-        """Whether all ranks meet at the end of each epoch."""
+        """Whether all ranks wait for one another at the end of each epoch."""
         self._due = self._held = 0
-        """Number of validations in this epoch that this rank's clock has requested, and that all ranks have run."""
+        """Numbers of this epoch's validations: how many this rank's interval has requested, and how many were run."""
         self._due_at_end = False
         self._missed = 0
         """Number of validations that this rank misses because its data has ended early."""
@@ -84,11 +84,14 @@ class Validation:
         self._due_at_end = self._validated = False
 
     def model_changed(self) -> None:
-        """Note that the model has changed since its validation."""
+        """Record that the present model has not been validated."""
         self._validated = False
 
     def _begin_epoch(self, original: Any, data_fetcher: Any) -> None:
-        """Begin an epoch; first run the validation that is due if the fit resumes after an epoch's last batch."""
+        """Begin an epoch. If the fit resumes after an epoch's last batch, record the validation that is due at its end.
+
+        The validation runs when all ranks have arrived at the epoch's end.
+        """
         original(data_fetcher)
         epoch = self._trainer.fit_loop.epoch_loop
         goes_on = epoch.batch_progress.current.ready > 0 and not epoch.restarting
@@ -121,9 +124,9 @@ class Validation:
         return due or (asked and not self._comes() and self._trainer.enable_validation)
 
     def _comes(self) -> bool:
-        """Return whether this rank's validation interval ends within this epoch, if ranks step together.
+        """Return whether ranks step together and this rank's validation interval ends within this epoch.
 
-        Then the validation that another rank has asked for comes with this rank's own interval.
+        If so, this rank need not answer another rank's request for a validation: it validates with its own interval.
         """
         trainer = self._trainer
         fit = self._trainer.fit_loop
@@ -136,9 +139,9 @@ class Validation:
         return count.current.ready + every - clock.ready % every <= fit.max_batches
 
     def _end_early(self, missed: int) -> None:
-        """Record or run the ``missed`` validations, because this rank's epoch ends before the other ranks' epochs.
+        """Record or run the ``missed`` validations, because this rank's epoch ends before its announced length.
 
-        They are recorded if a sync point ends the epoch; the ranks then validate there. Otherwise they run now.
+        They are recorded if a sync point ends the epoch: the ranks validate there. Otherwise one validation runs now.
         """
         if self._meets_at_end:
             self._missed += missed
@@ -193,7 +196,7 @@ class Validation:
     def _is_last(self) -> bool:
         """Return whether this is this rank's last epoch.
 
-        Always False if the strategy cannot lose ranks, because it makes no difference there.
+        If the strategy cannot lose ranks, all ranks have the same last epoch, and the result is always False.
         """
         fit = self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed + 1
@@ -205,8 +208,9 @@ class ShortEpochs:
     """Patches for an epoch whose data is shorter than its loader's length, and ends with a ``StopIteration``.
 
     Lightning then skips all that it does at an epoch's last batch, because it did not know which batch was the last.
-    These patches step the schedulers of epochs, and make up for the validations that were due after the missing
-    batches: ``end_early`` is called with their number. By default it validates once if that number is positive.
+    These patches step the schedulers with interval "epoch". They also count the validations that were due after the
+    missing batches, and call ``end_early`` with their number. Without ``end_early``, they validate once if that number
+    is positive.
     """
 
     def __init__(self, trainer: Any, end_early: Callable[[int], None] | None = None) -> None:
@@ -282,8 +286,8 @@ class ShortEpochs:
 class LoopPatches:
     """All patches on one Trainer: on its loops, its signal connector, and some of its callbacks.
 
-    Each part has an ``install``, which returns functions that undo it. `install` calls them all, and `remove` undoes
-    them in reverse order.
+    Each part is an object whose ``install`` makes patches and returns functions that undo them. `install` calls
+    ``install`` of all parts, and `remove` undoes the patches in reverse order.
     """
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
@@ -326,9 +330,9 @@ class LoopPatches:
         take_back(self._undo)
 
     def begin(self, world: LightningCollectives) -> None:
-        """Check the fit with all ranks, and prepare the patches that need the ranks' collectives ``world``.
+        """Run `FitCheck` on all ranks, then prepare the patches that need the ranks' collectives ``world``.
 
-        All ranks call this together, when training begins.
+        All ranks call this together, when training begins or begins again.
         """
         self._validation.sync_points_epochs = FitCheck(self._trainer, world).run()
         self._logging_failover.begin(world)
@@ -345,12 +349,12 @@ class LoopPatches:
     def go_on(
         self, world: LightningCollectives, name: str, places: list[list[Any]], told: dict[str, Any] | None = None
     ) -> None:
-        """Continue with the collectives ``world`` of a larger set of ranks, after a rank has joined.
+        """Continue with the collectives of a larger set of ranks, after a rank has joined.
 
         Args:
             world: Collectives of all ranks, including the one that has joined.
             name: Stable id of this rank.
-            places: Situation of each rank, from which the rest of the epoch is divided; see `JoinerData.place`.
+            places: Each rank's situation, from which the rest of the epoch is divided; see `JoinerData.place`.
             told: On the joining rank, the result of `for_joining_ranks` on a live rank. On live ranks, None.
         """
         if told is not None:
@@ -366,9 +370,9 @@ class LoopPatches:
             self.tell_place()
 
     def tell_place(self) -> None:
-        """Record how far this rank is in its data: it has used all batches up to the current one.
+        """Record, for the other ranks, that this rank has used all batches of its part up to the current one.
 
-        The next message to the other ranks carries this position.
+        The next header carries this position. Does nothing if the strategy cannot lose ranks.
         """
         if self._view.shrinks and self._view.sync_points is not None:
             self._lost_rank_data.tell_place(self._view.sync_points)
@@ -380,7 +384,11 @@ class LoopPatches:
         self.rates.start_over()
 
     def begin_batch(self, batch_idx: int) -> None:
-        """Prepare logging and saving for a batch. The strategy calls this before everything else in the batch."""
+        """Prepare logging and saving for a batch. The strategy calls this before everything else in the batch.
+
+        If this rank has become rank 0, it takes over logging. Before the first batch, record which saves are already
+        made.
+        """
         self._logging_failover.begin_batch(batch_idx)
         self._saving.begin_batch()
 

@@ -79,9 +79,11 @@ def fabric(module: str) -> ModuleType:
 def refuse_elsewhere(strategy: type, names: Iterable[str]) -> None:
     """Make the Trainer of the other namespace explain why it refuses ``strategy``.
 
-    The namespaces are `lightning.pytorch` and `pytorch_lightning`. If the other one is imported, its registry of
-    strategies gets the ``names``, with a function that raises. ``strategy`` also counts as a subclass of its Strategy
-    class. So its Trainer calls `check_object`, which explains, in place of raising "invalid strategy name".
+    The namespaces are `lightning.pytorch` and `pytorch_lightning`; the other one is that which this package does not
+    use. This does nothing unless the other namespace is imported. Then its registry of strategies gets ``names`` with a
+    function that raises an explanation. ``strategy`` also counts as a subclass of its Strategy class. So its Trainer
+    accepts an object of ``strategy`` until `check_object` raises the explanation, and does not raise "invalid strategy
+    name".
     """
     other = sys.modules.get(f"{_OTHER}.strategies")
     if other is None:
@@ -96,9 +98,9 @@ def refuse_elsewhere(strategy: type, names: Iterable[str]) -> None:
 
 
 def check_object(owner: object, thing: object) -> None:
-    """Raise TypeError if ``thing``, a Trainer or a part of one, is of the other namespace.
+    """Raise TypeError if ``thing``, a Trainer or a part of one, is of the namespace that this package does not use.
 
-    The namespaces are `lightning.pytorch` and `pytorch_lightning`; this package uses one of them.
+    The namespaces are `lightning.pytorch` and `pytorch_lightning`. The error names the class of ``owner``.
     """
     roots = {"lightning"} if name == "pytorch_lightning" else {"pytorch_lightning", "lightning_fabric"}
     if any(kind.__module__.partition(".")[0] in roots for kind in type(thing).__mro__):
@@ -142,7 +144,7 @@ def _before(original: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _InPlaceOf:
-    """A temporary replacement of a method; pickles and deep copies contain the original method ``had`` instead."""
+    """A temporary replacement of a method. Pickles and deep copies contain ``had``, the original method, instead."""
 
     def __init__(self, had: Any, call: Callable[..., Any]) -> None:
         self._had = had
@@ -157,9 +159,9 @@ class _InPlaceOf:
 
 
 class _InPlaceOfAll(_InPlaceOf):
-    """A replacement of a plain function, not of a method.
+    """A temporary replacement of a plain function, which has no ``self``.
 
-    A pickle of an object with this replacement contains the original function. A deep copy contains this replacement.
+    Pickles contain the original function instead. Deep copies contain the same replacement.
     """
 
     def __deepcopy__(self, memo: Any) -> _InPlaceOfAll:
@@ -173,9 +175,9 @@ def override_for_users(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
 
 
 def sync_metrics_through(world: Callable[[], LightningCollectives | None], module: Any) -> list[Undo]:
-    """Make torchmetrics use the collectives of ``world()``, or no collectives while replicas are asynchronous.
+    """Make torchmetrics use the collectives of ``world()``, or none while replicas are asynchronous.
 
-    Returns functions that undo this.
+    Returns functions that undo this for each metric of ``module``.
     """
 
     def available() -> bool:
@@ -209,22 +211,22 @@ def validation_interval(trainer: Any) -> int | float | timedelta:
 
 
 def searches_lr(trainer: Any) -> bool:
-    """Return whether a search for a learning rate runs, which is no training of the user's."""
+    """Return whether Lightning's learning-rate finder is running, and not the user's own training."""
     callback = pytorch("tuner.lr_finder")._LRCallback
     return trainer is not None and any(isinstance(c, callback) for c in trainer.callbacks)
 
 
 def pulls(module: Any) -> bool:
-    """Return whether `training_step` reads batches from an iterator (``dataloader_iter``) by itself.
+    """Return whether `training_step` takes an iterator of batches (``dataloader_iter``), and reads from it by itself.
 
-    Then a batch is not known before `training_step` runs.
+    The batch is then not known before `training_step` runs.
     """
     signature = pytorch("utilities.signature_utils")
     return signature.is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
 
 def pulled(trainer: Any) -> Any:
-    """Return the last batch that a `training_step` has fetched itself."""
+    """Return the last batch that a `training_step` has read by itself."""
     return trainer.fit_loop._data_fetcher._batch
 
 
@@ -255,9 +257,10 @@ def loss_scale(precision: Any) -> float:
 
 
 def scaled_zero(precision: Any, device: torch.device) -> Tensor:
-    """Return a loss of zero that was passed through the gradient scaler.
+    """Return a loss of zero that was passed through the gradient scaler, if there is one.
 
-    A scaler creates its scale only at its first loss, which this is on a rank without a batch.
+    The scaler creates its scale at the first loss that it gets, and cannot unscale gradients before. On a rank that has
+    not trained on a batch yet, this is the first loss.
     """
     zero = torch.zeros((), device=device)
     scaler = scaler_of(precision)
@@ -270,7 +273,7 @@ def rank_zero_info(text: str) -> None:
 
 
 def in_words(exception: BaseException) -> str:
-    """Return the text that tells other ranks why this rank has ended."""
+    """Return the text by which other ranks learn why this rank has ended."""
     if isinstance(exception, KeyboardInterrupt):
         return "it was interrupted by hand (KeyboardInterrupt), which is no error of the program"
     try:
@@ -304,11 +307,9 @@ def _warn(kind: str) -> None:
 
 
 def counting(owner: str, function: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Wrap a user's function that weighs a batch.
+    """Wrap a user's function that returns the weight of a batch.
 
-    The wrapper raises ValueError for a weight that is not finite and >= 0.
-
-    ``owner`` is named in the error.
+    The returned function raises ValueError, which names ``owner``, unless the weight is a finite number >= 0.
     """
 
     def count(batch: Any) -> float:
@@ -323,7 +324,11 @@ def counting(owner: str, function: Callable[[Any], float]) -> Callable[[Any], fl
 
 
 def make_equal(world: LightningCollectives, module: Any) -> None:
-    """Copy rank 0's model to all replicas; raise `LayoutMismatch` with the first difference of their layouts."""
+    """Copy rank 0's model to all replicas. All ranks call this together.
+
+    Raises:
+        LayoutMismatch: The ranks' models have different layouts. The message has the first difference.
+    """
     mine = describe(module)
     for rank, theirs in enumerate(world.gather_objects(mine)):
         difference = FlatLayout.first_difference(mine, theirs)
@@ -340,8 +345,10 @@ class OwnSteps:
 
     A raw ``optimizer.step()`` would bypass the strategy: replicas would diverge, and Lightning would not count the
     step. After `install`, the ``step`` of each optimizer calls Lightning's step, unless Lightning itself calls it. A
-    reference to the method that was made before (``step = optimizer.step``, or a compiled one) cannot be redirected.
-    torch's hook notices a call of such a reference, and the call is refused.
+    reference to the ``step`` method from before `install` (``step = optimizer.step``, or a compiled one) cannot be
+    redirected. torch's hook notices a call of such a reference, and `_check` raises RuntimeError.
+
+    A module skips a batch if its `training_step` returns None.
     """
 
     _strategy: Any  # from `install` on
@@ -362,10 +369,10 @@ class OwnSteps:
         return undo
 
     def _let_skip(self, result: Any, original: Callable[[Any], Any], kwargs: Any) -> Any:
-        """Let `training_step` return None.
+        """Let `training_step` return None, for a batch that the module skips.
 
-        With several ranks, Lightning refuses None, because the others would wait forever for this rank's gradients.
-        Under this package's strategies no rank waits.
+        With several ranks, Lightning refuses None, because the other ranks would wait forever for this rank's
+        gradients. Under this package's strategies no rank waits.
         """
         self.skipped = False
         try:
@@ -378,7 +385,7 @@ class OwnSteps:
 
     @contextmanager
     def taking(self, optimizer: Optimizer) -> Iterator[None]:
-        """Note that Lightning takes a step of this optimizer within the block."""
+        """Record, within the block, that Lightning takes a step of this optimizer."""
         new = {id(optimizer)} - self._under_way
         self._under_way |= new
         try:
@@ -404,7 +411,7 @@ class OwnSteps:
         return MethodType(stepped, optimizer)
 
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse a step that does not go through Lightning."""
+        """Raise RuntimeError for a step of an optimizer that does not go through Lightning."""
         if id(optimizer) in self._under_way:
             return
         number = next(i for i, each in enumerate(self._strategy.optimizers) if each is optimizer)
@@ -420,10 +427,10 @@ _MARK = "_compiler_ctx"
 
 
 class CompiledMark:
-    """The mark that `torch.compile` leaves on a module, hidden while the Trainer looks for it.
+    """The attribute by which `torch.compile` marks a module, hidden while the Trainer looks for it.
 
     Lightning lets only its own listed strategies train a compiled module. The Trainer looks for the mark after it has
-    given the module to the strategy, or asked the strategy for it, and before it asks for the launcher.
+    given the module to the strategy, or asked the strategy for the module, and before it asks for the launcher.
     """
 
     def __init__(self) -> None:
@@ -433,7 +440,7 @@ class CompiledMark:
     def hide(self, module: Any) -> None:
         """Remove the attribute that marks ``module`` as compiled, because the Trainer is about to look for it.
 
-        The Trainer would refuse or unwrap the module. `show` puts the attribute back.
+        The Trainer would refuse the module. `show` puts the attribute back.
         """
         self.show()
         if getattr(module, _MARK, None) is not None:
@@ -444,7 +451,8 @@ class CompiledMark:
     def hide_from_trainer(self, module: Any) -> None:
         """Remove the attribute that marks ``module`` as compiled, if the Trainer is about to look for it.
 
-        It does so in `validate`, `test` and `predict`.
+        The Trainer looks for it in `validate`, `test` and `predict`, after it has asked the strategy for the module.
+        The caller of this method is the strategy's property that returns the module.
         """
         if getattr(module, _MARK, None) is not None:
             asks = {function.__code__ for function in (pl.Trainer.validate, pl.Trainer.test, pl.Trainer.predict)}
@@ -454,7 +462,7 @@ class CompiledMark:
                 self.hide(module)
 
     def show(self) -> None:
-        """Put the attribute back that marks a compiled module, after the Trainer has looked for it."""
+        """Put back the attribute that marks a compiled module, after the Trainer has looked for it."""
         if self._module is not None:
             setattr(self._module, _MARK, self._mark)
             self._module = self._mark = None

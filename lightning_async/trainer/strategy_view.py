@@ -20,13 +20,13 @@ class StrategyView:
     """
 
     replicated = False
-    """Whether this is a strategy of this package, with one whole replica on each rank."""
+    """Whether this is a strategy of this package that keeps a complete replica of the model on each rank."""
     asynchronous = False
     """Whether replicas run at their own pace between sync points."""
     in_windows = False
     """Whether the strategy gathers the gradients of several batches before a step; see `AsyncGradientStrategy`."""
     served = False
-    """Whether weights are on servers. Replicas are copies of them, so there is one model."""
+    """Whether the weights are on servers. Replicas are copies of these weights, so there is one model."""
     averages_gradients = False
     """Whether each optimizer step has the mean of all ranks' gradients. Asynchronous replicas step with their own."""
     in_step = False
@@ -34,7 +34,7 @@ class StrategyView:
     failed = False
     """Whether this rank has ended with an exception, and waits for no other rank."""
     weight = 1.0
-    """The factor of each loss; see `HorovodStrategy`."""
+    """The factor by which each loss is multiplied; see `HorovodStrategy`."""
     live_ranks: Any = None
     """The `RankMap` of live ranks; None if no rank may be lost."""
     host: Any = None
@@ -66,7 +66,7 @@ class StrategyView:
 
     @property
     def step_runner(self) -> StepRunner:
-        """The `StepRunner` of this replica; the base class if nothing is exchanged."""
+        """The `StepRunner` of this replica; an object of the base class if the replica exchanges nothing."""
         return _PLAIN_STEPS
 
     @property
@@ -86,7 +86,7 @@ class StrategyView:
 
     @property
     def equal_gradients(self) -> bool:
-        """Whether ranks that step together all have the same gradients, and each rank all of them."""
+        """Whether all ranks that step together have the same gradients, of all parameters, when they step."""
         return self.replicated
 
     @property
@@ -106,22 +106,22 @@ class StrategyView:
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        """The mean number of optimizer steps over replicas when training began, and now.
+        """The mean number of optimizer steps over replicas when training began, and the present one.
 
-        Learning rates that change per batch follow it. None: each replica's rates follow its own steps.
+        Learning rates that change per batch follow this mean. None: each replica's rates follow its own steps.
         """
         return None
 
     def start_over(self) -> None:
-        """Prepare for another training within this fit, which begins with the next batch.
+        """End the present training within this fit, so that `begin_again` begins another one.
 
         All ranks call this at a sync point, where they have one model.
         """
 
     def begin_again(self) -> None:
-        """Begin the other training, if `start_over` has prepared one; replicas become asynchronous again.
+        """Begin another training, with asynchronous replicas, if `start_over` has ended the last one.
 
-        Called before each batch and sync point.
+        The loops call this before each batch and each sync point. It usually does nothing.
         """
 
     def on_model_changed(self) -> None:
@@ -131,7 +131,7 @@ class StrategyView:
         """Count an epoch that this rank has finished."""
 
     def summarise(self) -> None:
-        """Complete the summary, at the last sync point."""
+        """Complete the run's summary, at the last sync point."""
 
 
 class _LightningsView(StrategyView):

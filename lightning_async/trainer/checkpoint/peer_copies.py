@@ -229,7 +229,7 @@ class Peers:
         stood_ms = 1000 * costs.stalled_s / max(1, costs.saves)
         rank_zero_info(
             f"Peer memory, as rank 0 saw it: {costs.saves} copies of its own state, {mib:.1f} MiB each, of which "
-            f"{costs.failed} did not arrive; training stood still for {stood_ms:.1f} ms for each. It keeps "
+            f"{costs.failed} did not arrive; each paused training for {stood_ms:.1f} ms. Rank 0 keeps "
             f"{self.keeper.size / 2**20:.1f} MiB for rank(s) {', '.join(self.keeper.owners) or 'none'}."
         )
 

@@ -23,7 +23,7 @@ from lightning_async.trainer.strategy_view import view_of
 log = logging.getLogger(__name__)
 
 _GAIN = 0.05
-"""Share of a step's time that other sizes must save to be worth the sync point."""
+"""Smallest share of a step's time that new batch sizes must save, so that the sync point is worth its time."""
 # Number of batches before a rank's speed counts as known, because the first ones are slow.
 _MEASURED = 5
 
@@ -52,17 +52,18 @@ class Bounds(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """The numbers that one rank contributes to a decision.
+    """The numbers that one rank contributes to a common decision on batch sizes.
 
     Args:
         name: Stable id of the rank.
         speed: Samples per second; 0.0 while unknown.
         room: Largest number of samples that fit into the rank's memory at once; 0 if unknown.
-        wants: Whether the rank has called the others to this sync point.
-        ready: Number of the rank's next batch; -1 if it is not between two batches of an epoch that can be divided.
+        wants: Whether the rank has asked all ranks to come to this sync point.
+        ready: Number of the rank's next batch; -1 if the rank is not between two batches of an epoch that can be
+            divided.
         base: Number of samples in a batch of the rank's loader.
         total: Number of samples in a step, over all ranks; 0 if unknown, as on a rank that has just joined.
-        places: Position of each rank in the epoch, as far as the rank knows.
+        places: Position of each rank in the epoch, by stable id, as far as this rank knows.
     """
 
     name: str
@@ -96,13 +97,13 @@ class Balancing:
         self.wants = False
         self._shares: Mapping[str, DataShard] = {}
         self._phase = 0
-        """The phase of the epoch (see `EpochAssignment`) when the data was last divided by sizes."""
+        """The phase of the epoch (see `EpochAssignment`) when its data was last divided by batch sizes."""
         self._alone = EpochAssignment(trainer)
 
     def install(self) -> list[Undo]:
         """Patch the epoch loop; return functions that undo the patches.
 
-        Call this after all other patches of an epoch's start were installed.
+        Call this after all other patches of the loop's ``on_run_start`` are installed.
         """
         loop = self._trainer.fit_loop.epoch_loop
         return [override(loop, "on_run_start", self._begin), override(loop, "run", self._alone.run)]
@@ -113,7 +114,10 @@ class Balancing:
 
     @property
     def is_off(self) -> bool:
-        """Whether balanced batch sizes are off, because a rank has joined since and the epoch was divided again."""
+        """Whether balanced batch sizes are out of use until the data is next divided by batch sizes.
+
+        They are out of use after a rank has joined, because the rest of the epoch was then divided among all ranks.
+        """
         return self._epoch.known and self._epoch.phase != self._phase
 
     def would_gain(self) -> bool:
@@ -160,7 +164,7 @@ class Balancing:
             self.sizes = {}
             self._shares = {}
             log.warning(
-                "Rank %d: there is not one sample of epoch %d for each rank, so its batches are not balanced.",
+                "Rank %d: epoch %d has fewer samples than there are ranks, so its batches are not balanced.",
                 self._trainer.global_rank, self._trainer.current_epoch,
             )  # fmt: skip
 
@@ -218,7 +222,8 @@ class Balancing:
     def _epoch(self) -> EpochAssignment:
         """This epoch's assignment of samples to ranks.
 
-        If the strategy can lose ranks, all ranks know the assignment. Otherwise only this rank uses it.
+        If the strategy can lose ranks, this is the assignment that all ranks know. Otherwise it is one that only this
+        rank keeps.
         """
         lost_rank_data = view_of(self._trainer.strategy).lost_rank_data
         return self._alone if lost_rank_data is None else lost_rank_data.epoch
@@ -233,7 +238,10 @@ class Balancing:
         return _Said(self.name, speed, self._room() or 0, self.wants, ready, base, total, places)
 
     def _sizes(self, said: list[_Said]) -> dict[str, int]:
-        """Return sizes in proportion to speeds; the present sizes if the new ones would gain little."""
+        """Return each rank's new batch size, in proportion to the ranks' speeds.
+
+        Returns the present sizes if the new ones would gain little.
+        """
         sizes = self._bounds.sizes(self.total, [each.speed for each in said], [each.room for each in said])
         found = {each.name: size for each, size in zip(said, sizes, strict=True)}
         speeds = {each.name: each.speed for each in said}
@@ -252,9 +260,14 @@ class Balancing:
         return then_s < (1.0 - _GAIN) * now_s
 
     def _deal(self, left: list[tuple[DataShard, int]], said: list[_Said], sizes: dict[str, int]) -> bool:
-        """Divide the remaining samples ``left`` among ranks in proportion to ``sizes``, and begin this rank's part.
+        """Divide the remaining samples of the epoch in proportion to batch sizes, and begin this rank's part.
 
-        Returns False if there are too few samples. ``said`` is what each rank has sent.
+        Returns False, and changes nothing, if there are too few samples.
+
+        Args:
+            left: Each present share, with the number of its first batch that was not trained on.
+            said: Numbers that each rank has sent.
+            sizes: New batch size of each rank, by stable id.
         """
         epoch = self._epoch
         loader = self._trainer.fit_loop._combined_loader.flattened[0]
@@ -281,7 +294,7 @@ class Balancing:
             tell("balanced", logging.INFO, words, sizes=list(sizes.values()), names=list(sizes))
         if sum(sizes.values()) != self.total:
             log.warning(
-                "Rank %d: a step has %d samples, and not %d, for which `minimum` and `maximum` leave no room.",
+                "Rank %d: a step has %d samples instead of %d, because `minimum` and `maximum` do not allow that.",
                 self._trainer.global_rank, sum(sizes.values()), self.total,
             )  # fmt: skip
 

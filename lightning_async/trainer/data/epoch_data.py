@@ -1,8 +1,8 @@
 """The assignment of the epoch's batches to ranks, and the redistribution of lost ranks' batches.
 
-`EpochAssignment` holds each rank's part of the epoch and its position in it. At the end of an epoch, `LostRankData` has
-the live ranks train on the batches of lost ranks that are in no agreed model. `JoinerData` divides the rest of the
-epoch again when a rank joins. `EmptyShards` lets a rank without data pass through every epoch.
+`EpochAssignment` holds each rank's part of the epoch and its position in it. If ranks were lost, `LostRankData` has the
+live ranks train, at the end of the epoch, on those batches of lost ranks that no round has merged. `JoinerData` divides
+the rest of the epoch again when a rank joins. `EmptyShards` lets a rank without data pass through every epoch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ log = logging.getLogger(__name__)
 
 _PHASES = 2**9
 _BATCHES = 2**28
-"""Bounds of the parts of a place: how often an epoch is divided, and its batches. With the epoch's number, 53 bits."""
+"""Bounds of what `EpochAssignment.place` encodes in a number: divisions of an epoch, and batches of an epoch.
+
+With the epoch's number, the encoded position has 53 bits, as many as a float keeps exactly.
+"""
 
 
 class EpochAssignment:
-    """The part of the epoch that each rank has, by stable id, and each rank's position, as far as this rank knows."""
+    """Each rank's part of the epoch, and its position in this part, by stable id, as far as this rank knows them."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -62,7 +65,7 @@ class EpochAssignment:
         self.called: Callable[[str], str] = str
         """Returns the stable id of a rank, given its name in headers."""
         self.logged: dict[str, Any] | None = None
-        """The values that the others had logged when this rank joined within the epoch, until its own epoch begins."""
+        """The values that live ranks had logged when this rank joined within the epoch; None once it has begun."""
         self._until_end: list[Undo] = []
         self._without_part: list[Undo] = []
         self.forget()
@@ -72,13 +75,13 @@ class EpochAssignment:
         return self.trainer.strategy
 
     def forget(self) -> None:
-        """Reset all that is known of the epoch, as the next one begins."""
+        """Reset everything that is known about the epoch, because the next epoch begins."""
         self.known = False
         """Whether this rank knows the epoch's division, which the attributes below describe."""
         self.shares: Mapping[str, DataShard] = {}
         self.places: dict[str, float] = {}
         self.dealt: list[int] = []
-        """This rank's part and the number of parts, since a rank joined within the epoch."""
+        """The index of this rank's part, then the number of parts; empty if the epoch was not divided again."""
         self.came = False
         self.has_none = False
         """Whether this rank has joined within the epoch, and has no part of it."""
@@ -86,16 +89,16 @@ class EpochAssignment:
         self._sync_points: SyncPoints | None = None
 
     def deal(self, shares: Mapping[str, DataShard]) -> None:
-        """Store a new division of the epoch, by stable id, which begins the epoch's next phase."""
+        """Store ``shares``, a new division of the epoch: each rank's part, by stable id.
+
+        The epoch's next phase begins with this division.
+        """
         self.shares = shares
         self.phase += 1
         self._gone = set()
 
     def take_part(self, name: str) -> None:
-        """Record, for checkpoints, which part of the epoch rank ``name`` got when the epoch was last divided.
-
-        It may have got none.
-        """
+        """Record, for checkpoints, the part that rank ``name`` got at the last division of the epoch, if it got one."""
         names = list(self.shares)
         self.has_none = not self.known or name not in names
         self.dealt = [] if self.has_none else [names.index(name), len(names)]
@@ -104,7 +107,7 @@ class EpochAssignment:
         return {name: list(share) for name, share in self.shares.items()}
 
     def gone(self) -> list[str]:
-        """Return the ranks that were lost since the last division, including those that have joined again."""
+        """Return the ids of ranks that were lost since the last division of the epoch, also if they joined again."""
         self._gone |= self.shares.keys() - set(self.strategy.live_ranks.names)
         return sorted(self._gone & self.shares.keys())
 
@@ -116,7 +119,10 @@ class EpochAssignment:
         return self._now() * _BATCHES + batch
 
     def number(self, name: str) -> int:
-        """Return the number of the first batch in the present phase that rank ``name`` has not committed."""
+        """Return the number of rank ``name``'s first uncommitted batch since the epoch's data was last divided.
+
+        Returns 0 if no position of the rank is known since that division.
+        """
         now, number = divmod(int(self.places.get(name, 0.0)), _BATCHES)
         return number if now == self._now() else 0
 
@@ -126,7 +132,8 @@ class EpochAssignment:
     def learn_from(self, sync_points: SyncPoints) -> None:
         """Update the known positions of all ranks from the headers that ``sync_points`` has received.
 
-        After a rank has joined, another ``sync_points`` object is passed. The old one is then read a last time.
+        After a rank has joined, the caller passes a new ``sync_points`` object. This method then reads the old object a
+        last time.
         """
         if self._sync_points is not None:
             self.learn({self.called(name): place for name, place in self._sync_points.places.items()})
@@ -143,7 +150,7 @@ class EpochAssignment:
 
     @property
     def streams(self) -> bool:
-        """Whether this rank's loaders read streams, so that the remaining samples are unknown."""
+        """Whether all loaders of this rank read streams, so that their remaining samples are unknown."""
         loaders = self.trainer.fit_loop._combined_loader.flattened
         return all(isinstance(getattr(each, "dataset", None), IterableDataset) for each in loaders)
 
@@ -219,7 +226,7 @@ class EpochAssignment:
         self.begins = False
 
     def run(self, original: Any, data_fetcher: Any) -> None:
-        """Run the epoch loop by ``original``, Lightning's own method; afterwards restore the loop's settings.
+        """Run the epoch loop by ``original``, Lightning's method; afterwards undo this epoch's changes of the loop.
 
         A rank that joined within the epoch and received no part of it skips to the epoch's end.
         """
@@ -237,10 +244,12 @@ class EpochAssignment:
             take_back(self._until_end)
 
     def go_on_with(self, share: DataShard, steps: int | None = None) -> None:
-        """Make Lightning's loop train on ``share`` until the end of the epoch.
+        """Make Lightning's loop train on a share until the end of the epoch.
 
-        ``steps`` is the largest number of batches that any rank has in the epoch, by which validation intervals that
-        are fractions of an epoch are computed. None: compute them from ``share``.
+        Args:
+            share: Share of this rank; from now on, it is the rest of this rank's epoch.
+            steps: Largest number of batches that any rank has in the epoch. Validation intervals that are fractions of
+                an epoch are computed from this number. None: they are computed from ``share``.
         """
         fit = self.trainer.fit_loop
         fetcher = fit._data_fetcher
@@ -268,7 +277,7 @@ class EpochAssignment:
         fit.epoch_loop.batch_progress.is_last_batch = False
 
     def end_at(self, end: float) -> None:
-        """Have the epoch end after this number of batches, also in progress bars."""
+        """Make the epoch end after ``end`` batches, also in progress bars; infinite if the end is unknown."""
         total = None if math.isinf(end) else end
         for bar in callbacks_of(self.trainer, "TQDMProgressBar"):
             bar.train_progress_bar.total = total
@@ -278,7 +287,7 @@ class EpochAssignment:
         self._until_end.append(set_for_now(self.trainer.fit_loop, "max_batches", end))
 
     def train_on(self, share: DataShard) -> None:
-        """Train on another part of the epoch, after this rank has finished its own."""
+        """Train on ``share``, a further part of the epoch, after this rank has finished its own part."""
         epoch = self.trainer.fit_loop.epoch_loop
         fetcher = self.trainer.fit_loop._data_fetcher
         # Validations and ranks that join must see the epoch as at its end.
@@ -302,10 +311,10 @@ class EpochAssignment:
 
 
 def _within_epoch(original: Any, interval: str, update_plateau_schedulers: bool) -> None:
-    """Call ``original``, Lightning's step of schedulers, unless these schedulers have already stepped.
+    """Step schedulers by ``original``, Lightning's method, unless they have stepped already.
 
-    At the last batch of this rank's own part of the epoch, the schedulers that step once an epoch have stepped already,
-    except those that watch a metric.
+    Schedulers with interval "epoch" have stepped at the last batch of this rank's own part of the epoch, except those
+    that watch a metric.
     """
     if interval != "epoch" or update_plateau_schedulers:
         original(interval, update_plateau_schedulers)
@@ -320,12 +329,13 @@ def follower(loader: Any) -> Source | None:
 class LostRankData:
     """The redistribution of lost ranks' samples at the end of an epoch.
 
-    Every sample of the epoch is then trained on once, whichever ranks are lost. A batch counts as trained on only once
-    a round has merged its result.
+    With it, every sample of the epoch is trained on once, whichever ranks are lost. A batch counts as trained on if a
+    round has merged its result into the common model.
 
-    At the start of an epoch all ranks tell each other their parts, and each message holds the sender's position. At the
-    sync point that ends the epoch, the live ranks divide the batches of lost ranks that no round has merged, and
-    continue the epoch with them. Ranks that have joined, and have no part of the epoch, also get some of these batches.
+    At the start of an epoch all ranks tell each other their parts. From then on, each rank's headers contain its
+    position. At the sync point that ends the epoch, the live ranks divide the batches of lost ranks that no round has
+    merged, and continue the epoch with them. Ranks that have joined, and have no part of the epoch, also get some of
+    these batches.
     """
 
     def __init__(self, epoch: EpochAssignment, rates: LearningRates) -> None:
@@ -334,7 +344,7 @@ class LostRankData:
         self._trainer = epoch.trainer
         self._rates = rates
         self.taken_up: list[Any] = []
-        """Lost ranks' shares, as `left` returned them, of the epoch that begins next; from a checkpoint."""
+        """Lost ranks' shares of the epoch that begins next, as `left` returned them when a checkpoint was saved."""
 
     def install(self) -> list[Undo]:
         if not self._strategy.shrinks:
@@ -350,12 +360,15 @@ class LostRankData:
         self.epoch.forget()
 
     def left(self) -> list[Any]:
-        """Return the name, the share, and the number of the first uncommitted batch of each lost rank."""
+        """Return, for each lost rank, a list of its stable id, its share and its first uncommitted batch's number."""
         epoch = self.epoch
         return [[name, list(epoch.shares[name]), epoch.number(name)] for name in epoch.gone()] if epoch.known else []
 
     def rest(self) -> bool:
-        """Train on lost ranks' remaining batches, at the epoch's last sync point; return whether there were any."""
+        """Train on lost ranks' remaining batches, at the epoch's last sync point; return whether there were any.
+
+        All ranks call this together.
+        """
         world = self._strategy.world
         sync_points = self._strategy.sync_points
         epoch = self._trainer.fit_loop.epoch_loop
@@ -401,9 +414,14 @@ class LostRankData:
         return True
 
     def _log_alike(self, world: LightningCollectives, came: list[bool]) -> None:
-        """Give ranks that joined within the epoch all the keys that the other ranks have logged.
+        """Make ranks that joined within the epoch log all keys that the other ranks have logged, with empty values.
 
-        Logging at the end of an epoch is collective, and a joined rank's part may be too short to log every key.
+        Logging at the end of an epoch is collective, and a joined rank's part may be too short to log every key. All
+        ranks call this together.
+
+        Args:
+            world: Collectives over all ranks.
+            came: For each rank, whether it joined within the epoch.
         """
         if any(came) and not all(came):
             first = came.index(False)
@@ -414,9 +432,13 @@ class LostRankData:
                 values.put_missing(logged)
 
     def _introduce(self, world: LightningCollectives, is_first: bool) -> bool:
-        """Tell ranks that do not know it how this epoch's data is divided; return False if no rank knows it.
+        """Tell ranks that have joined how this epoch's data is divided; return False if no rank knows the division.
 
-        ``is_first`` says that this rank was told the division first.
+        All ranks call this together.
+
+        Args:
+            world: Collectives over all ranks.
+            is_first: Whether this rank is the first of those that know the division. This rank sends it.
         """
         mine: list[Any] = [self.epoch.phase, self.epoch.plain()] if is_first else []
         everyones = world.gather_objects(mine)
@@ -434,9 +456,9 @@ class LostRankData:
         return True
 
     def _how_it_ended(self) -> dict[str, Any]:
-        """Return this rank's steps, learning rates and logged values at its epoch's end.
+        """Return this rank's numbers of steps, learning rates and logged values at the end of its epoch.
 
-        A rank that joined without a part of the epoch takes them over.
+        A rank that joined, and has no part of the epoch, takes over these values by `_end_as_others`.
         """
         trainer = self._trainer
         return {
@@ -452,7 +474,7 @@ class LostRankData:
         }
 
     def _end_as_others(self, ended: dict[str, Any]) -> None:
-        """Take over ``ended``, the state at the epoch's end that `_how_it_ended` has returned on another rank."""
+        """Take over ``ended``, another rank's state at the end of the epoch, as `_how_it_ended` returned it there."""
         trainer = self._trainer
         LoggedValues(trainer).put_blank(ended["metrics"])
         for count, (ready, completed) in zip(self._steps(), ended["steps"], strict=True):
@@ -504,9 +526,9 @@ class LostRankData:
         epoch.places |= {lost: epoch.place(begin) for lost, begin in left_at.items()}
 
     def tell_place(self, sync_points: SyncPoints) -> None:
-        """Record how far this rank is in its data: it has used all batches up to the current one.
+        """Record, for the other ranks, that this rank has used all batches of its part up to the current one.
 
-        The next message to the other ranks carries this position.
+        The next header carries this position.
         """
         self.epoch.learn_from(sync_points)
         self.epoch.gone()
@@ -517,26 +539,27 @@ class LostRankData:
         for name, each in lost.items():
             if not each.is_known and not each.is_of_stream and each.first < each.end:
                 log.warning(
-                    "Batches of rank %s are missing in epoch %d, from its batch %d on: with a "
-                    "DataLoader of a map-style dataset and a DistributedSampler, Lightning's or torch's, or of a "
-                    "PartitionedStream itself without a limit of batches, others could tell which samples these are.",
+                    "Batches of rank %s are missing in epoch %d, from its batch %d on, because the other ranks do not "
+                    "know which samples these are. They do with a DataLoader of a map-style dataset and Lightning's "
+                    "or torch's DistributedSampler, or of a PartitionedStream without a limit of batches.",
                     name, self._trainer.current_epoch, self.epoch.number(name),
                 )  # fmt: skip
 
 
 class _Place(NamedTuple):
-    """The situation of one rank when another one joins, exchanged by all ranks.
+    """The situation of one rank when another rank joins. All ranks exchange their situations.
 
     Args:
         name: Stable id of the rank.
         comes: Whether this is the joining rank.
-        is_within: Whether the rank is between two steps of the epoch, so that it can continue with another part of it.
+        is_within: Whether the rank is between two steps of the epoch, so that it can change to another part of the
+            epoch's data.
         epoch: Number of the epoch.
         ready: Number of the rank's next batch.
-        lengths: Lengths of the datasets of the joining rank's loaders.
-        streams: Whether the loaders read streams; see `EpochAssignment`.
-        places: Places of all ranks, as far as the rank knows.
-        stepped: Number of steps of each scheduler that follows all ranks' steps.
+        lengths: Lengths of the datasets of the joining rank's loaders; empty on live ranks.
+        streams: Whether the rank's loaders read streams; see `EpochAssignment`.
+        places: Positions of all ranks in the epoch, by stable id, as far as the rank knows them.
+        stepped: Number of steps that each scheduler has taken, by its index, if it follows all ranks' steps.
     """
 
     name: str
@@ -565,7 +588,7 @@ class JoinerData:
         return [override(self._epoch.trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch)]
 
     def begin_within_epoch(self, logged: dict[str, Any]) -> None:
-        """Let this joining rank begin within the live ranks' epoch, with the values that they have ``logged`` in it."""
+        """Record the values that live ranks have logged in the present epoch, in which this joining rank begins."""
         self._epoch.logged = logged
 
     # Computed while training goes on, because all ranks wait during the division itself.
@@ -576,9 +599,10 @@ class JoinerData:
         return [self._epoch.phase, self._epoch.plain()]
 
     def place(self, name: str, comes: bool) -> list[Any]:
-        """Return this rank's situation (the fields of a `_Place`), from which the rest of the epoch is divided again.
+        """Return this rank's situation, as a list of the fields of `_Place`.
 
-        All ranks wait at a sync point, so the situation does not change before the division.
+        `deal` divides the rest of the epoch by all ranks' situations. All ranks wait at a sync point, so the situation
+        does not change before the division.
 
         Args:
             name: Stable id of this rank.
@@ -591,15 +615,16 @@ class JoinerData:
     def deal(self, name: str, places: list[list[Any]], told: list[Any] | None) -> None:
         """Divide the rest of the epoch among all ranks, including the joining one.
 
-        Without a division, the joining rank gets its first samples in the next epoch. This happens if a rank is not
-        between two steps of the same epoch, if the remaining samples are unknown, or if there is not one batch for each
-        rank. If the loaders of all ranks read streams, nothing is divided: the joining rank reads its own stream until
-        the others end the epoch.
+        Nothing is divided if a rank is not between two steps of the same epoch, if the remaining samples are unknown,
+        or if there is not one batch for each rank. The joining rank then gets its first samples in the next epoch.
+        Nothing is divided either if the loaders of all ranks read streams: the joining rank reads its own stream until
+        the other ranks end the epoch.
 
         Args:
             name: Stable id of this rank.
             places: Each rank's situation, as `place` returned it.
-            told: On a joining rank, what a live rank knows of the epoch: its phase and shares. None on live ranks.
+            told: On a joining rank, the result of `told` on a live rank: how often the epoch was divided, and each
+                rank's share. None on live ranks.
         """
         sync_points = self._strategy.sync_points
         epoch = self._epoch
@@ -673,7 +698,7 @@ def _shares(plain: dict[str, list[Any]]) -> dict[str, DataShard]:
 class EmptyShards:
     """Patches that let a rank without data go through every epoch.
 
-    Its callbacks then take part in the sync points of the others.
+    The callbacks of such a rank then take part in the other ranks' sync points.
     """
 
     def __init__(self, trainer: Any) -> None:

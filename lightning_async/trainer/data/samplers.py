@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class SamplerResize:
-    """Patches that make a loop's loaders again after the number of ranks has changed, when the loop asks for them.
+    """Patches that make a loop's loaders again, at the loop's next `setup_data`, after the number of ranks has changed.
 
     Lightning then gives each rank its part, as at the start of the fit. A `DistributedSampler` that the user has made
     gets the new rank and number of replicas.
@@ -82,9 +82,13 @@ class SamplerResize:
         return setup_data
 
     def _number_new(self, original: Any, loop: Any) -> Any:
-        """Return a ``setup_data`` that sets rank and number of ranks of partitioned samplers that have none yet.
+        """Return a ``setup_data`` that tells new partitioned samplers and streams this rank and the number of ranks.
 
         It is for strategies that cannot lose ranks, where these numbers never change.
+
+        Args:
+            original: Lightning's ``setup_data`` of the loop.
+            loop: Loop whose loaders are set up.
         """
 
         def setup_data() -> None:
@@ -97,11 +101,10 @@ class SamplerResize:
         return setup_data
 
     def _load(self, original: Any, loop: Any) -> None:
-        """Load the data by ``original``.
+        """Set up the loaders of ``loop`` by ``original``, Lightning's ``setup_data``.
 
-        Shorten ``val_check_interval`` if it is longer than the epoch since ranks have joined.
-
-        The more ranks there are, the fewer batches each of them has in an epoch.
+        With more ranks, an epoch has fewer batches for each rank. If ranks have joined, and ``val_check_interval`` is
+        now longer than the epoch, shorten it to the epoch.
         """
         try:
             with yet_to_be_numbered():
@@ -124,10 +127,10 @@ class SamplerResize:
             original()
 
     def _division(self, before: tuple[str, int]) -> tuple[str, int]:
-        """Return a key that changes if the set of ranks changes; the loaders are then made again.
+        """Return a key that changes whenever the set of ranks changes; loaders are made again if the key has changed.
 
-        While replicas are asynchronous, return ``before``, the previous key: a replica must not make its loaders again
-        alone, because the other ranks would keep theirs.
+        While replicas are asynchronous, the key stays ``before``, the previous one. A replica must not make its loaders
+        again alone, because the other ranks would keep theirs.
         """
         # While replicas are asynchronous, a rank alone must not load anew, because the others would not.
         world = self._strategy.world
@@ -138,9 +141,9 @@ class SamplerResize:
         return "" if live_ranks is None else live_ranks.room, generation
 
     def _number_left_over(self, loop: Any) -> bool:
-        """Set rank and number of ranks again in samplers that the user made before ranks were lost.
+        """Set the present rank and number of ranks in samplers that the user made for the number of ranks at the start.
 
-        Returns whether there was such a sampler.
+        Such samplers are wrong once ranks are lost. Returns whether there was such a sampler.
         """
         strategy = self._trainer.strategy
         live_ranks = strategy.live_ranks
@@ -157,9 +160,9 @@ class SamplerResize:
         return found
 
     def _number_partitions(self, loop: Any) -> None:
-        """Tell each partitioned sampler the stable ids of all ranks, and which of them this rank is.
+        """Tell each partitioned sampler or stream the stable ids of all ranks, and which of these ranks this one is.
 
-        With stable ids, the samples of a key stay on the same rank.
+        A partition assigns samples by a key. With stable ids, the samples of a key stay on the same rank.
         """
         kwargs = self._trainer.strategy.distributed_sampler_kwargs
         live_ranks = self._strategy.live_ranks
@@ -217,8 +220,9 @@ def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> N
 class ConsistentMetrics:
     """Patches that compute each metric over one set of ranks, even if a rank is lost meanwhile.
 
-    `self.log` and torchmetrics use several collectives for one metric, for example for a sum and a count. If a rank is
-    lost between them, the sum would be over three ranks and the count over two. The metric is then computed again.
+    `self.log` and torchmetrics use several collectives for one metric, for example for a sum and a count. If one of
+    three ranks is lost between them, the sum is over three ranks and the count over two. The metric is then computed
+    again.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
@@ -243,7 +247,10 @@ class ConsistentMetrics:
 
 
 def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric: Any) -> Any:
-    """Return the result of ``compute``, which computes ``metric``. If a rank is lost during it, call it again."""
+    """Return the result of ``compute``, which computes ``metric`` by collectives.
+
+    If a rank is lost during the call, repeat it, so that the result is of one set of ranks.
+    """
     if world is None or world.asynchronous:
         return compute()
     again = False
@@ -315,7 +322,10 @@ class ValidationTakeover:
 
     def _take_over(self, world: LightningCollectives, name: str) -> bool:
         # A value that is synchronised at each step is a collective, so unequal numbers of steps would hang.
-        """Validate lost ranks' parts of the loaders validated so far; return whether there were any."""
+        """Validate lost ranks' parts of the loaders that were validated so far; return whether there were any.
+
+        All ranks call this together. ``name`` is this rank's name in headers.
+        """
         together = any(each.meta.on_step and each.meta.sync.should for each in self._loop._results.values())
         mine: list[Any] = [name, together]
         told = world.gather_objects(mine)
@@ -364,7 +374,7 @@ def resized(
     own: dict[str, Any] | None = None,
     division: Division = divide,
 ) -> dict[str, Any]:
-    """Return the state from which ``rank`` of ``world_size`` resumes, made of the states of all ranks at the save.
+    """Return the state from which ``rank`` of ``world_size`` resumes, made from the states of all ranks at the save.
 
     Each sample of the epoch is still trained on once. Accumulated gradients are dropped. If the ranks' positions are
     unknown, the epoch's data begins again, with a warning.
@@ -373,7 +383,7 @@ def resized(
         states: States of all ranks at the save, by rank.
         rank: This rank.
         world_size: Number of ranks that resume.
-        own: State of this rank at the save. Default: another rank's, a different one for each rank as far as there are
+        own: State of this rank at the save. None: use another rank's state, a different one for each rank if there are
             enough.
         division: Function that divides the rest of the epoch. Default: evenly, with some samples repeated.
     """
@@ -391,12 +401,13 @@ def resized(
 
 
 def _lost(left: list[Any], ranks: int) -> tuple[dict[int, dict[str, Any]], list[Any]]:
-    """Split ``left`` into lost ranks whose position is known, and other entries.
+    """Split ``left`` into the lost ranks whose position is known, and all other entries.
 
-    Returns the committed position of each such rank, by rank, and the other entries.
+    Returns the position of each such rank in its loader, by rank, and the list of the other entries.
 
     Args:
-        left: One entry for each rank that left within the epoch.
+        left: For each rank that was lost within the epoch, a list of its stable id, its share, and the number of its
+            first uncommitted batch.
         ranks: Number of ranks among which the data was divided.
     """
     known = {}

@@ -29,8 +29,8 @@ class MPIRunEnvironment(ClusterEnvironment):
 
     It needs no mpi4py. It also fits ranks that ``horovodrun`` has started if they do not communicate by Horovod. The
     address of rank 0 is ``MASTER_ADDR``, or this host if all ranks run on it. The port is ``MASTER_PORT``, or derived
-    from the job's id, so that jobs on one host use different ports. If mpirun sets no id, as MPICH's does not, its
-    process on this host identifies the job.
+    from the job's id, so that jobs on one host use different ports. MPICH's mpirun sets no id; its process on this host
+    then identifies the job.
 
     Raises:
         RuntimeError: The ranks are on several hosts without ``MASTER_ADDR``, or there is neither a port nor an id from
@@ -53,7 +53,7 @@ class MPIRunEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether mpirun started this process, and no other launcher such as torchrun or srun."""
+        """Return whether mpirun or horovodrun started this process, and no other launcher such as torchrun or srun."""
         return any(n[0] in os.environ for n in _VARIABLES) and not os.environ.keys() & {"RANK", "SLURM_PROCID"}
 
     @property
@@ -84,7 +84,10 @@ class MPIRunEnvironment(ClusterEnvironment):
 
     @property
     def job(self) -> str:
-        """The id of this job, from the launcher's variables, or else from the process of mpirun; "" without both."""
+        """The id of this job: from the launcher's variables, or else made from mpirun's process on this host.
+
+        It is "" if neither is found, or if the variables are missing and the ranks are on several hosts.
+        """
         if "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
             return "horovodrun {HOROVOD_GLOO_RENDEZVOUS_ADDR} {HOROVOD_GLOO_RENDEZVOUS_PORT}".format_map(os.environ)
         found = (os.environ.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"))
@@ -159,7 +162,7 @@ class _Renumbered:
 class RenumberedEnvironment(_Renumbered):
     """The environment of a rank after a reconfiguration, with its new rank, world size and key space in the store.
 
-    ``room`` is this key space: the prefix of the keys by which the live ranks meet in the store.
+    ``room`` is this key space: the prefix of the keys by which the live ranks find one another in the store.
     """
 
     def __init__(self, environment: Any, rank: int, world_size: int, room: str) -> None:
@@ -178,7 +181,7 @@ class RenumberedEnvironment(_Renumbered):
 class JoiningEnvironment(_Renumbered):
     """The environment of a joining rank.
 
-    The joining rank has the highest rank until the others have admitted it, because rank 0 is one of them.
+    Until the live ranks have admitted it, the joining rank has the highest rank, because rank 0 is a live rank.
     """
 
     @property
@@ -198,8 +201,8 @@ class StableIds(NamedTuple):
 
     Args:
         mine: Id of this rank.
-        left: Ids of all live ranks, in order.
-        started: Number of ranks that were ever started. All ids are smaller than this number.
+        left: Ids of all live ranks, in the sequence of their current ranks.
+        started: One more than the largest id that a rank has ever had.
         lost: Ids of the lost ranks.
     """
 

@@ -33,7 +33,7 @@ _LIMITS = (
 )  # fmt: skip
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Arguments of optimizers that select kernels for the same numbers, and may differ between devices."""
+"""Arguments of optimizers that only select a kernel for the same computation. They may differ between devices."""
 _COLLECTIVE = ("Checkpoint", "EarlyStopping", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
 _WHOSE = ("params", "param_names")
 
@@ -47,7 +47,11 @@ class TrainerSettings:
         self._trainer = trainer
 
     def check(self, world: LightningCollectives) -> None:
-        """Compare the settings of all ranks. All ranks call this together, before any other exchange."""
+        """Compare the settings of all ranks. All ranks call this together, before any other exchange.
+
+        Raises:
+            SettingsMismatch: A setting differs that must be equal, or the ranks run different methods of the Trainer.
+        """
         stage = self._trainer.state.fn.value
         same = self.of_fit() if stage == "fit" else self._everywhere()
         usual = self._usual() if stage == "fit" else {}
@@ -82,7 +86,7 @@ class TrainerSettings:
     def _everywhere(self) -> Settings:
         """Return the settings that must be equal on all ranks in a fit and also in evaluation.
 
-        If ranks had different callbacks, for example, the collectives of those callbacks would hang.
+        An example is the list of callbacks that call collectives: if it differed, these collectives would hang.
         """
         kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
         together = sorted(
@@ -99,9 +103,9 @@ class TrainerSettings:
         return self._texts(values, ())
 
     def _usual(self) -> Settings:
-        """Return the settings that usually are the same on all ranks, but need not be.
+        """Return the settings that are usually the same on all ranks, but need not be.
 
-        Ranks only warn of a difference.
+        If they differ, rank 0 logs a warning.
         """
         trainer = self._trainer
         values: dict[str, object] = {
@@ -118,7 +122,7 @@ class TrainerSettings:
 
 
 def check_joining(theirs: Settings, mine: Settings) -> None:
-    """Compare the settings of a joining rank with those of the live ranks, on the joining rank only."""
+    """Raise SettingsMismatch, on the joining rank only, if its settings differ from those of the live ranks."""
     if different := _differences([theirs, mine]):
         raise SettingsMismatch(
             f"This rank joins a running job, and was started with other settings: {different} (rank 0: the job; "
@@ -127,9 +131,9 @@ def check_joining(theirs: Settings, mine: Settings) -> None:
 
 
 def check_equal(world: LightningCollectives, settings: Settings) -> None:
-    """Raise an error on all ranks if ``settings`` differ between ranks.
+    """Raise SettingsMismatch on all ranks if ``settings`` differ between ranks. All ranks call this together.
 
-    These settings are known only after the model is set up.
+    These settings are known only after the model is set up, and so are not compared with the other settings.
     """
     _refuse(world, world.gather_objects(settings))
 
@@ -141,9 +145,16 @@ _NEWER = {"foreach", "maximize", "capturable", "differentiable", "fused", "decou
 def check_optimizers(
     world: LightningCollectives, module: Any, optimizers: Sequence[Optimizer], usual: bool = False
 ) -> None:
-    """Raise an error if optimizers or schedulers differ between replicas, because models would then diverge silently.
+    """Raise SettingsMismatch if optimizers or schedulers differ between replicas, whose models would diverge silently.
 
-    With ``usual``, only warn of a difference, unless it is in the number of optimizers.
+    All ranks call this together.
+
+    Args:
+        world: Collectives over all ranks.
+        module: The LightningModule.
+        optimizers: Optimizers of this rank.
+        usual: Whether optimizers and schedulers need not be the same. Then only warn of a difference, unless it is in
+            the number of optimizers.
     """
     kinds = []
     for each in optimizers:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 STORE_LOST = 69
-"""The exit code of a script that ends with `StoreLost`: EX_UNAVAILABLE of sysexits.h, like our launcher's."""
+"""The exit code of a script that ends with `StoreLost`: EX_UNAVAILABLE of sysexits.h, as in this package's launcher."""
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # Names of the exceptions with which runs of this process have ended.
@@ -36,9 +36,9 @@ _ends: list[str] = []
 def note_end(exception: BaseException) -> None:
     """Record the exception with which the Trainer ends, so that launchers can show it.
 
-    It is written into the error file of torch.distributed.elastic, which torch's ``@record`` around a main function may
-    overwrite afterwards. After the loss of the store, the process ends with an exit code for it. Of a `PeerLost` only
-    the message is shown, because another rank has caused it.
+    The exception is written into the error file of torch.distributed.elastic, which torch's ``@record`` around a main
+    function may overwrite afterwards. After `StoreLost`, the script will end with exit code `STORE_LOST`. Of a
+    `PeerLost` only the message is shown, because another rank has caused it.
     """
     # Servers end by SystemExit without a code. A signal raises a subclass of it.
     if type(exception) is not SystemExit or exception.code:
@@ -57,12 +57,12 @@ def note_end(exception: BaseException) -> None:
 
 
 def ended_in_order() -> bool:
-    """Return whether every fit of this process has ended normally, and none by an exception or a signal."""
+    """Return whether no run of the Trainer in this process has ended by an exception or a signal."""
     return not _ends
 
 
 class _Codes:
-    """An exception hook that sets the exit code.
+    """An exception hook that ends the process with exit code `STORE_LOST` after a `StoreLost`.
 
     First it calls the previous hook, ``before``, which shows the exception.
     """
@@ -109,7 +109,7 @@ def _lives(pid: int) -> bool:
 
 
 def _introduce(num_nodes: int) -> None:
-    """Set the environment of the processes to be started: this process's id, and a secret if all run on one host."""
+    """Set environment variables for the processes to be started: this process's id and, on a single host, a secret."""
     os.environ[STARTER] = str(os.getpid())
     if num_nodes == 1:
         os.environ.setdefault(SECRET, new_secret())
@@ -133,8 +133,8 @@ def _given_back(*names: str) -> Iterator[None]:
 class ProcessLauncher(_MultiProcessingLauncher):
     """Lightning's launcher for "spawn", "fork" and "forkserver", which also handles errors in the started processes.
 
-    With Lightning's own launcher, `on_exception` is never called in a started process, so that the other ranks would
-    wait for a failed one until they are killed. Here each process calls it. The run's summary is returned to the
+    With Lightning's own launcher, `on_exception` is never called in a started process. The other ranks would wait for a
+    failed rank until they are killed. Here each process calls `on_exception`. The run's summary is returned to the
     process that launched, because it would be lost with the started processes.
     """
 
@@ -188,7 +188,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """A launcher like Lightning's launcher of scripts, but after a death the other ranks get time to end by themselves.
+    """A launcher like Lightning's launcher of scripts, which gives the other ranks time to end after a rank has died.
 
     Lightning kills all other ranks within seconds, and does not say what went wrong in training. Here the other ranks
     learn of the death first, so each ends with an error that names the dead rank. A rank that has not ended in time is
@@ -221,7 +221,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class _Watch(_ChildProcessObserver):
-    """A thread that reacts as soon as a process ends; within a second on systems without pidfds."""
+    """A thread that watches processes and reacts as soon as one ends; without pidfds, within a second."""
 
     def __init__(
         self, children: Sequence[subprocess.Popen[Any]], on_death: Callable[[int, int], timedelta | None]
@@ -239,7 +239,10 @@ class _Watch(_ChildProcessObserver):
                 time.sleep(self._sleep_period)
 
     def _run(self) -> bool:
-        """React to processes that have ended; return whether there is nothing left to watch."""
+        """React to processes that have ended; return whether there is nothing left to watch.
+
+        If the other ranks are to end, wait as long as they may take, and kill those that are still running.
+        """
         dead = [rank for rank, child in enumerate(self._child_processes, start=1) if child.poll()]
         news = [self._tell(rank) for rank in dead if rank not in self._known]
         self._known.update(dead)
@@ -275,7 +278,7 @@ def _held(children: Sequence[subprocess.Popen[Any]]) -> dict[int, subprocess.Pop
 
 
 def _wait_for_one(held: dict[int, subprocess.Popen[Any]]) -> None:
-    """Wait until a process has ended, and close the pidfds of all that have."""
+    """Wait until at least one process has ended; close the pidfds of all processes that have ended, and remove them."""
     poll = select.poll()
     for descriptor in held:
         poll.register(descriptor, select.POLLIN)

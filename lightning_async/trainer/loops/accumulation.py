@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class OomMicrobatches:
-    """The splitting of batches into pieces within a window, once memory was too small for a whole batch."""
+    """The splitting of batches into pieces, after memory was too small for a whole batch."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -42,12 +42,13 @@ class OomMicrobatches:
 
         Args:
             batch: The batch, on its device.
-            train: Runs forward and backward of a piece.
-            spoilt: Returns whether a backward pass was interrupted, which may have added a part of a gradient.
-            begin_again: Resets the gradients, before all pieces of the batch are repeated.
+            train: Function that runs the forward and backward pass of a piece, and returns the result.
+            spoilt: Function that returns whether a backward pass was interrupted, which may have added a part of a
+                gradient.
+            begin_again: Function that resets the gradients, before all pieces of the batch are repeated.
 
         Raises:
-            torch.OutOfMemoryError: There is no memory for a single row, or the batch is of a kind that cannot be cut.
+            torch.OutOfMemoryError: There is no memory for a single row, or the batch cannot be cut.
         """
         rows = rows_of(batch)
         # The batch cannot be cut, so an error of memory goes to the user.
@@ -133,13 +134,13 @@ def _tensors(batch: Any) -> Sequence[Tensor]:
 
 
 class WindowPlan(NamedTuple):
-    """The planned size of a window of accumulated batches."""
+    """The planned size of an accumulation window. ``batches`` is its number of batches."""
 
     batches: int
     samples: float
-    """Number of samples in all batches; equal on ranks that step together."""
+    """Number of samples in all batches of the window; equal on ranks that step together."""
     by_samples: bool = False
-    """Whether the window is full by its number of samples, in any number of batches."""
+    """Whether the window ends at this number of samples, whatever its number of batches."""
 
 
 class AccumulationWindows:
@@ -172,14 +173,14 @@ class AccumulationWindows:
         self.pieces: OomMicrobatches | None = None
         """Trains on batches in pieces if memory is too small; None to train on whole batches only."""
         self.whole = True
-        """Whether all batches of this window were trained on whole."""
+        """Whether no batch of this window was cut into pieces."""
         self.before_backward: Callable[[float], None] = lambda scale: None
         """Function that is called with the factor of the gradient of this batch's mean loss."""
         self.after_backward: Callable[[bool], None] = lambda ends: None
         """Function that is called after a backward pass, with whether the optimizer steps now."""
         self.planned = WindowPlan(1, 1.0)
         self.is_open = False
-        """Whether gradients are in accumulation."""
+        """Whether a window has begun and not ended."""
         self.batches = 0
         """Number of batches in this window, including the one under way."""
         self.samples = 0.0
@@ -228,7 +229,7 @@ class AccumulationWindows:
         self._trainer.accumulate_grad_batches = self.planned.batches
 
     def begin_batch(self, batch: Any) -> None:
-        """Begin a batch, and a window if none is open."""
+        """Count ``batch`` into the open window; begin a window first if none is open."""
         if self.away:
             return
         samples = self._count(batch)
@@ -252,7 +253,7 @@ class AccumulationWindows:
         self._ends_at = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready if full else -1
 
     def end_batch(self) -> bool:
-        """End a batch; return whether a window has ended with it."""
+        """End a batch; return whether it has completed a window."""
         if self.away or not self.is_open or not self.ends:
             return False
         self.is_open = False

@@ -27,12 +27,18 @@ def averaged_models_of(trainer: Any) -> AveragedModels | None:
 
 
 def averages_of(trainer: Any) -> list[Any]:
-    """Return the averages of `WeightAveraging` (EMA and others), which Lightning has since 2.6."""
+    """Return the averaged models of the Trainer's `WeightAveraging` callbacks (EMA and others).
+
+    The list is empty before Lightning 2.6, which has added these callbacks.
+    """
     return [callback._average_model for callback in callbacks_of(trainer, "WeightAveraging")]
 
 
 class AveragedModels:
-    """The averages of `WeightAveraging` (EMA and others) and `StochasticWeightAveraging`, over all ranks."""
+    """The averages of `WeightAveraging` (EMA and others) and `StochasticWeightAveraging`, and what makes them equal.
+
+    All ranks get equal averages when training begins, and at each sync point.
+    """
 
     def __init__(self, trainer: Any, world: LightningCollectives) -> None:
         self._trainer = trainer
@@ -42,11 +48,11 @@ class AveragedModels:
         self._agreed = [int(average.n_averaged) for average in self._averages]
 
     def make_equal(self, restored: bool) -> None:
-        """Copy rank 0's averages to all ranks when training begins.
+        """Copy rank 0's averages to all ranks when training begins. All ranks call this together.
 
-        The callbacks have made the averages from models that were not equal yet. If any rank has ``restored`` averages
-        from a checkpoint, nothing is copied: all ranks have then restored theirs, and keep them until the next sync
-        point.
+        The callbacks have made the averages from models that were not equal yet. ``restored`` says whether this rank
+        has restored averages from a checkpoint. If any rank has, nothing is copied: all ranks have then restored their
+        own averages, and keep them until the next sync point.
         """
         if not self._averages or any(self._world.gather_objects(restored)):
             return
@@ -54,13 +60,17 @@ class AveragedModels:
             self._world.make_equal_([*average.parameters(), *average.buffers()])
 
     def updates(self) -> list[int]:
-        """Return the number of updates of each average since the last sync point, its weight at the next one."""
+        """Return each average's number of updates on this rank since the last sync point.
+
+        The number is the weight of this rank's average at the next sync point.
+        """
         return [int(average.n_averaged) - agreed for average, agreed in zip(self._averages, self._agreed, strict=True)]
 
     def go_on(self, updates: list[int]) -> None:
-        """Continue with restored averages.
+        """Continue with averages that a checkpoint has restored.
 
-        ``updates`` has each average's number of updates since the last sync point.
+        ``updates`` has each average's number of updates since the last sync point. If its length differs from the
+        number of averages, all these numbers count as zero.
         """
         known = updates if len(updates) == len(self._averages) else [0] * len(self._averages)
         self._agreed = [int(average.n_averaged) - count for average, count in zip(self._averages, known, strict=True)]
@@ -103,7 +113,10 @@ class AveragedModels:
 
     @torch.no_grad()
     def _mean_(self, tensors: list[Tensor], weight: float) -> bool:
-        """Take the weighted mean of floating-point tensors over all ranks; return False if all weights are zero."""
+        """Set floating-point tensors to their weighted mean over all ranks; return False if all weights are zero.
+
+        All ranks call this together. ``weight`` is this rank's weight.
+        """
         total = float(self._world.reduce(torch.tensor(weight, dtype=torch.float64), "sum"))
         if total == 0.0:
             return False
@@ -115,7 +128,7 @@ class AveragedModels:
 
     @torch.no_grad()
     def _largest_(self, tensors: list[Tensor]) -> None:
-        """Set each element of the integer tensors to its maximum over all ranks."""
+        """Set each element of the integer tensors to its maximum over all ranks. All ranks call this together."""
         group = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
         if group:
             flat = torch.cat([t.detach().reshape(-1).to(torch.int64) for t in group])
@@ -123,7 +136,10 @@ class AveragedModels:
 
 
 def _batch_norms(callback: Any) -> list[tuple[Any, Tensor, Tensor, Tensor]]:
-    """Return each layer whose statistics are recomputed, with copies of its mean, variance and number of batches."""
+    """Return (layer, mean, variance, number of batches) for each BatchNorm layer that ``callback`` updates.
+
+    The last three are copies of the layer's tensors on this rank.
+    """
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     return [(layer, *(getattr(layer, name).clone() for name in statistics)) for layer in callback.momenta]
 

@@ -1,8 +1,8 @@
 """Failover of loggers: the next rank 0 writes to the same place as the lost one, and keeps what is there.
 
-Lightning's loggers do nothing on other ranks. The next rank 0 opens them with the first row that it logs. A
-TensorBoardLogger begins another file of events beside the existing ones. A CSVLogger would delete what it finds, so it
-gets a writer that does not.
+On ranks other than 0, Lightning's loggers do nothing. The next rank 0 opens its loggers with the first row that it
+logs. A TensorBoardLogger begins another file of events beside the existing ones. A CSVLogger would delete the existing
+files, so it gets a `ContinuedLogger`, which keeps them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ExperimentWriter: Any = pytorch("loggers.csv_logs").ExperimentWriter
 
 
 class ContinuedLogger(ExperimentWriter):
-    """A writer that appends to the files of a `CSVLogger`, which it opens and reads at its first use."""
+    """A writer that appends to the files of a `CSVLogger`. It opens and reads these files at its first use."""
 
     def __init__(self, log_dir: str) -> None:
         self._place = log_dir
@@ -76,9 +76,9 @@ class ContinuedLogger(ExperimentWriter):
 
 
 def _save(writer: Any, save: Callable[[], None]) -> None:
-    """Give the CSV writer the columns that its file has now, then call ``save``.
+    """Call ``save``, the writer's own method, after reading the columns that the CSV file has now.
 
-    Another process may have added columns.
+    Another process may have added columns to the file.
     """
     if not writer.metrics:
         return
@@ -95,15 +95,18 @@ def _save(writer: Any, save: Callable[[], None]) -> None:
 
 
 def _rewrite(writer: Any) -> None:
-    """Add columns in a new file that replaces the old one; if the process is killed, one of the two is complete."""
+    """Rewrite the CSV writer's file, with the columns that the writer has added.
+
+    A new file replaces the old one. If the process is killed, one of the two is complete.
+    """
     with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
         _write(writer, file.read())
 
 
 def _write(writer: Any, text: str) -> None:
-    """Rewrite the CSV writer's file with the rows of ``text``.
+    """Replace the CSV writer's file by a new one with the rows of ``text``, which is CSV with a header.
 
-    The columns are those of the rows and those of the writer.
+    The new file has the columns of ``text`` and those of the writer. The writer then has all these columns, too.
     """
     rows = csv.DictReader(io.StringIO(text, newline=""))
     beside = f"{writer.metrics_file_path}.new"
@@ -132,7 +135,7 @@ def _place(logger: Any) -> dict[str, Any]:
 
 
 def take_places(loggers: Sequence[Any], told: list[dict[str, Any]]) -> None:
-    """Prepare the loggers, so that they continue in the places of rank 0's loggers if this rank becomes rank 0.
+    """Prepare this rank's loggers, so that they continue in the places of rank 0's loggers if this rank becomes rank 0.
 
     ``told`` is the result of `places` on rank 0.
     """
@@ -170,7 +173,7 @@ class LoggingFailover:
     """The failover of logging to the next rank 0, which logs to the same place and shows the progress bar.
 
     The loggers of all ranks learn in advance where to write, because the training thread may log as soon as its rank
-    has become 0. Everything else waits for the next batch.
+    has become 0. Warnings and the progress bar follow at the start of the next batch.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -211,7 +214,7 @@ class LoggingFailover:
     def begin_batch(self, batch_idx: int) -> None:
         """Take over logging, if this rank has become rank 0 since the last batch.
 
-        Warn of loggers that may not continue rank 0's run, and show the progress bar.
+        Warn of loggers that may not continue the logs of the lost rank 0, and show the progress bar.
         """
         if not self._leads and self._trainer.is_global_zero:
             self._leads = True
@@ -257,9 +260,9 @@ class LoggingFailover:
 
 
 def _advance(bar: Any, batches: int) -> None:
-    """Set one of Lightning's progress bars to ``batches``.
+    """Set one of Lightning's progress bars to ``batches`` completed batches.
 
-    Bars of other classes are updated at the end of the batch.
+    Bars of other classes are left as they are; they are updated at the end of the batch.
     """
     callbacks = pytorch("callbacks")
     if isinstance(bar, callbacks.TQDMProgressBar):

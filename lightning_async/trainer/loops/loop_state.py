@@ -1,6 +1,6 @@
 """Parts of the loops' state that Lightning's checkpoint lacks: modes of modules, logged values, and metrics.
 
-It also makes up states for ranks that a checkpoint does not hold, from the state of another rank.
+If a checkpoint has no state of a rank, functions of this module make one from another rank's state.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[s
 def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
     """Return the index of the part of the epoch that ``rank``, a rank without a saved state, gets.
 
-    Ranks without a state get, in order, the parts that no saved rank has.
+    The ranks without a state get, by ascending id, the parts that no saved rank has.
     """
     parts = range(among(states[min(states)], 0))
     free = sorted({*parts}.difference(state.get("dealt", (name,))[0] for name, state in states.items()))
@@ -60,17 +60,25 @@ def without_own(clocks: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_none(state: Mapping[str, Any] | None) -> bool:
-    """Return whether the rank that has saved ``state`` had joined within an epoch, and so had no part of it."""
+    """Return whether ``state`` is of a rank that had joined within an epoch and had no part of the epoch's data."""
     return state is not None and not state.get("dealt", (0, 1))
 
 
 def among(state: dict[str, Any], world_size: int) -> int:
-    """Return the number of parts of the epoch's data; ``world_size`` for an old state that lacks the number."""
+    """Return the number of parts into which the epoch's data was divided.
+
+    Returns ``world_size`` for an old state that lacks the number.
+    """
     return state.get("dealt", (0, world_size))[1]
 
 
 def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Return a state for each part of the epoch's data: the saved state, or else one made from another rank's."""
+    """Return a state for each part of the epoch's data: the saved state, or else one made from another rank's state.
+
+    Args:
+        states: Saved states, by stable id; one at least.
+        world_size: Number of parts, if an old state lacks this number.
+    """
     first = states[min(states)]
     places = {state.get("dealt", (name,))[0]: state for name, state in sorted(states.items())}
     return [places.get(place) or _moved(first, place, place) for place in range(among(first, world_size))]
@@ -86,9 +94,9 @@ def _moved(state: dict[str, Any], rank: int, part: int) -> dict[str, Any]:
 
 
 def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
-    """Return a loader's position in part ``part`` of the data, made from another rank's position.
+    """Return a loader's position in part ``part`` of the data, made from another rank's ``position``.
 
-    The number of batches stays. States that belong to the other rank's own data are removed.
+    The number of batches that were read stays. States that belong to the other rank's own data are removed.
     """
     if "taken" not in position:
         return {**position, "dataset": None, "state": None}
@@ -100,9 +108,9 @@ def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
 
 
 class Modes:
-    """The changes of parameters' `requires_grad` and of submodules' modes since training began.
+    """The changes of parameters' `requires_grad` and of submodules' training modes since training began.
 
-    Everything that has not changed is left as the program sets it, which may differ after a restart.
+    What has not changed keeps the value that the program gives it, which may differ after a restart.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -111,20 +119,23 @@ class Modes:
         self._changed: set[str] = set()
 
     def begin(self) -> None:
-        """Record which modules are in training mode, and which parameters require gradients, when training begins."""
+        """Record the training modes of submodules and the `requires_grad` of parameters when training begins."""
         self._first = _modes(self._trainer.lightning_module)
 
     def take(self) -> dict[str, bool]:
-        """Return the modes that have changed since training began, by name."""
+        """Return the present values of the modes that have changed since training began, by name."""
         now = _modes(self._trainer.lightning_module)
         return {name: on for name, on in now.items() if name in self._changed or on is not self._first.get(name, on)}
 
     def put_trained(self, state: dict[str, bool]) -> None:
-        """Restore `requires_grad` only, before the other values: a strategy reads it before training begins."""
+        """Restore only `requires_grad`, because a strategy reads it before training begins.
+
+        `put` restores the rest later.
+        """
         self.put({name: on for name, on in state.items() if name.endswith(".requires_grad")})
 
     def put(self, state: dict[str, bool]) -> None:
-        """Set the modes of modules and parameters to those in ``state``."""
+        """Set the modes of submodules and parameters to those in ``state``, which `take` has returned."""
         self._changed = set(state)
         module = self._trainer.lightning_module
         owners: dict[str, Any] = {**dict(module.named_modules()), **dict(module.named_parameters())}
@@ -170,7 +181,7 @@ class LoggedValues:
         return self._trainer.fit_loop.epoch_loop._results
 
     def take(self) -> dict[str, Any]:
-        """Return copies of the values that were logged."""
+        """Return copies of the values that this epoch has logged so far, and of the metrics' states."""
         connector = self._connector
         names = {id(metric): name for name, metric in self._metrics.items()}
         results = self._results
@@ -194,7 +205,7 @@ class LoggedValues:
         return copies
 
     def put(self, state: dict[str, Any]) -> None:
-        """Restore the logged values of ``state``."""
+        """Restore the logged values and the metrics' states of ``state``, which `take` has returned."""
         connector = self._connector
         device = self._trainer.strategy.root_device
         connector._callback_metrics = _on(device, state["callback"])
@@ -242,7 +253,7 @@ class LoggedValues:
     def _make_result(self, saved: dict[str, Any]) -> Any:
         """Return the logged result that ``saved`` describes.
 
-        The result is None if the user has logged it with a process group of his own, or if its metric is not in the
+        Returns None if the user logged the value with a process group of his own, or if its metric is not in the
         module.
         """
         made = pytorch("trainer.connectors.logger_connector.result")
@@ -279,10 +290,10 @@ def _blank(result: Any) -> Any:
 
 
 def _mark(state: Any) -> Any:
-    """Return an object that is replaced when a metric's state is replaced.
+    """Return an object by whose identity one can tell that a metric's state was replaced.
 
-    It is the state itself, or the last entry of a list. An update that changes the state in place is noticed by the
-    metric's count of updates instead.
+    The object is the state itself, or the last entry of a list. If the state was changed in place, the object is the
+    same, and only the metric's count of updates differs.
     """
     # A list state only grows or is replaced, so its last entry identifies it.
     return (state[-1] if state else None) if isinstance(state, list) else state

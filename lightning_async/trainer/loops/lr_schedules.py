@@ -15,9 +15,9 @@ from lightning_async.trainer.strategy_view import StrategyView
 
 
 class LearningRates:
-    """Patches of learning-rate schedulers: a scheduler can follow the mean number of steps over all replicas.
+    """Patches of learning-rate schedulers, by which a scheduler follows the mean number of steps over all replicas.
 
-    Without a patch, it would follow this rank's own steps.
+    Without the patches, a scheduler follows this rank's own steps.
     """
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
@@ -40,7 +40,10 @@ class LearningRates:
             self.follow()
 
     def follow(self) -> None:
-        """Step each scheduler that steps per batch until it has the steps due at the replicas' mean step number."""
+        """Bring the schedulers with interval "step" up to date with the replicas' mean number of steps.
+
+        Each scheduler is stepped until it has taken all steps that are due at this number.
+        """
         steps = self._view.shared_steps
         if steps is None:
             return
@@ -60,8 +63,8 @@ class LearningRates:
 class StepState:
     """The state of optimizers and schedulers, made equal on all replicas, as synchronous steps need.
 
-    A rank without data takes no part in the others' steps, and a rank that has taken steps alone has other momentum. At
-    the next sync point, or when training begins, such a rank takes over the state of another one.
+    A rank without data takes no part in the other ranks' steps, and a rank that has taken steps alone has other
+    momentum. At the next sync point, or when training begins, such a rank takes over the state of another rank.
     """
 
     def __init__(self, view: StrategyView, trainer: Any, rates: LearningRates) -> None:
@@ -70,7 +73,7 @@ class StepState:
         self._rates = rates
 
     def make_equal(self, world: LightningCollectives) -> None:
-        """Give all ranks that take synchronous steps the state of the rank that missed the fewest steps.
+        """Copy the state of the rank that missed the fewest steps to all ranks that take synchronous steps.
 
         All ranks call this together.
         """

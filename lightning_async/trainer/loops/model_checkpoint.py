@@ -36,16 +36,19 @@ class Saving(CollectiveCallback):
         return callbacks_of(self._trainer, "ModelCheckpoint")
 
     def model_changed(self) -> None:
-        """Note that no checkpoint holds the present model, whatever this rank's step count is.
+        """Record that no checkpoint has the present model, whatever this rank's step count is.
 
         `ModelCheckpoint` skips a save at a step count at which it has saved before. A rank that waits at a sync point
-        keeps its count and others do not, so some would save, with collectives, and others would not.
+        keeps its count, and other ranks do not. So some ranks would save, with collectives, and others would not.
         """
         for callback in self._checkpoints():
             callback._last_global_step_saved = -1
 
     def begin_batch(self) -> None:
-        """Record, before the first batch, how many save intervals an earlier training has completed."""
+        """Record, before the first batch, how many save intervals an earlier training has completed.
+
+        The saves of that training are not due again.
+        """
         for checkpoint in self._checkpoints():
             self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
 
@@ -57,7 +60,7 @@ class Saving(CollectiveCallback):
             self.call_together()
 
     def _turns(self, checkpoint: Any) -> int:
-        """Return how many intervals of ``every_n_train_steps`` this training has completed for this callback."""
+        """Return how many intervals of ``every_n_train_steps`` this replica has completed for this callback."""
         n = checkpoint._every_n_train_steps
         return self._trainer.global_step // n if n > 0 else 0
 
@@ -82,7 +85,7 @@ class Saving(CollectiveCallback):
         return False
 
     def catch_up(self) -> None:
-        """Save what is due when training ends, because there is no later batch at which to save it."""
+        """Make the saves that are due when training ends, because there is no later batch at which to make them."""
         world = self._view.world
         if world is not None and self._view.sync_points is not None and not self._view.failed:
             self.decide(world)
@@ -105,7 +108,7 @@ class Saving(CollectiveCallback):
             checkpoint._save_last_checkpoint(trainer, candidates)
 
     def _monitor_candidates(self, original: Any, trainer: Any) -> dict[str, Any]:
-        """Return rank 0's values on every rank, because ranks must agree on the file names that contain them."""
+        """Return rank 0's monitored values on every rank, because all ranks must name a file by the same values."""
         candidates = original(trainer)
         world = self._view.world
         if world is None or world.asynchronous:

@@ -3,7 +3,7 @@
 The handler only sets a flag, on which all ranks act at a batch boundary. A second SIGTERM ends the process at once.
 `timeout`, systemd, Slurm and shells signal whole process groups, so a rank's loader workers die of the same signal. A
 rank learns of a worker's death when it next reads from its workers, and not by an exception at an arbitrary place in
-its main thread. The user's own handler of the signal runs after the fit has ended.
+its main thread. The user's own handler of SIGTERM runs after the fit has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _LOOK_S = 0.01
 
 
 def in_this_process(handle: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
-    """Return a handler for this process alone; forks that inherit the handler die of the signal as usual."""
+    """Return a handler that calls ``handle`` in this process only.
+
+    Forks inherit the handler; in a fork, it lets the signal end the process as usual.
+    """
     own = os.getpid()
 
     def handler(number: int, frame: Any) -> None:
@@ -61,7 +64,7 @@ class Preemption:
     def install(self) -> list[Undo]:
         """Patch the signal handlers; return functions that undo the patches.
 
-        The patch `_at_the_end` is not among them, because it undoes itself.
+        The patch that `_at_the_end` makes is not among them, because it undoes itself.
         """
         signals = self._trainer._signal_connector
         own = os.getpid()
@@ -82,7 +85,7 @@ class Preemption:
         ]
 
     def is_told(self) -> bool:
-        """Return whether this rank has received the signal; wait up to a second for it.
+        """Return whether this rank has received the signal; wait up to a second for the signal.
 
         A failure that the same signal has caused may be noticed before this process's own handler has run.
         """
@@ -106,7 +109,10 @@ class Preemption:
         handlers.insert(0, in_this_process(self._note))
 
     def _note(self, number: int, frame: Any) -> None:
-        """Note the signal, before the other handlers; a second signal ends the process at once."""
+        """Record that this rank has received the signal, before the other handlers run.
+
+        A second signal, more than a second later, ends the process at once.
+        """
         if self.told and time.monotonic() - self._told_at > _SAME_S:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -115,7 +121,10 @@ class Preemption:
             self.told = True
 
     def _at_the_end(self, signals: Any) -> None:
-        """Call the user's own handler, if a signal came, when the fit has ended and all handlers are restored."""
+        """Patch the teardown of ``signals``, so that it calls the user's own handler of SIGTERM, if a signal came.
+
+        The handler runs when the fit has ended and all handlers are restored. The patch then undoes itself.
+        """
 
         def teardown() -> None:
             undo()
@@ -136,9 +145,12 @@ class Preemption:
         undo = set_for_now(signals, "teardown", teardown)
 
     def leave(self, finish: Callable[[], object]) -> NoReturn:
-        """Call ``finish``, which waits until all ranks have saved; then raise SIGTERMException.
+        """Call ``finish``, which waits until all ranks have saved; then end training with exit code `TRY_AGAIN`.
 
-        The exit code is `TRY_AGAIN`.
+        Rank 0 also requeues a SLURM job if its requeue signal came.
+
+        Raises:
+            SIGTERMException: Always.
         """
         finish()
         if self._requeues and self._trainer.is_global_zero:
@@ -161,9 +173,9 @@ def _error_but_for_sigterm(original: Callable[[], None]) -> None:
     """Raise an error for a loader's worker that has died, as torch's SIGCHLD handler does, but not for every SIGTERM.
 
     torch's handler raises wherever the main thread is, for example within a step or a save. If SIGTERM has ended the
-    worker, the error is raised only while the main thread reads from workers: the dead one may have sent half a
-    message, and reading the other half would never end. Elsewhere no error is needed, because the loader itself notices
-    at its next read that the worker is missing.
+    worker, this function raises the error only while the main thread reads from workers: the dead worker may have sent
+    half a message, and reading the other half would never end. Elsewhere no error is needed, because the loader itself
+    notices at its next read that the worker is missing.
     """
     try:
         original()
@@ -182,7 +194,10 @@ def _reads(frame: Any) -> bool:
 
 
 def _read_from_workers(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Read a batch from workers; fail at once if a signal has ended one, which may have sent half a message."""
+    """Read a batch from a loader's workers; raise RuntimeError at once if SIGTERM has ended one of them.
+
+    The dead worker may have sent half a message, and reading the other half would never end.
+    """
     for lives, worker in zip(loader._workers_status, loader._workers, strict=True):
         if lives and worker.exitcode == -signal.SIGTERM:
             raise RuntimeError(f"DataLoader worker (pid {worker.pid}) was ended by a signal: Terminated.")

@@ -1,7 +1,7 @@
-"""The sync points of one fit, and what all ranks do there together: stop, validate, decide, or wait for replicas.
+"""The sync points of one fit, and what all ranks do there: stop, validate, run callbacks, or wait for replicas.
 
 Lightning 2.6 broadcasts a SIGTERM flag before every batch, which makes all ranks wait for one another. Here a signal, a
-time limit or a spike of the loss is a vote, which travels with the rounds.
+time limit or a spike of the loss becomes a vote, which travels with the headers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Spikes:
     """The patches of every `SpikeDetection` callback of a Trainer.
 
     Unpatched, the callback compares all ranks after every batch, so that replicas would wait for each other. With the
-    patches each rank looks at its own loss only. A rank that sees a spike calls ``vote``, a vote to stop. When all
-    ranks have stopped, every rank raises the callback's exception.
+    patches each rank looks at its own loss only. A rank that sees a spike calls ``vote``, which asks all ranks to stop.
+    When all ranks have stopped, every rank raises the callback's exception.
     """
 
     def __init__(self, trainer: Any, vote: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class Spikes:
         return undo
 
     def raise_agreed(self, world: LightningCollectives) -> None:
-        """Record the batch of a spike on any rank, and raise the callback's exception on every rank.
+        """Record the first batch in which any rank saw a spike, and raise the callback's exception on every rank.
 
         All ranks call this together, after they have stopped. Without a spike on any rank this does nothing.
         """
@@ -69,7 +69,10 @@ class Spikes:
             self._vote()
 
     def _end_batch(self, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Call the hook with a stand-in for the Trainer that has one rank, so that it waits for no other rank."""
+        """Call ``original``, the ``on_train_batch_end`` of a `SpikeDetection`, so that it waits for no other rank.
+
+        In place of the Trainer, it gets a substitute whose barrier and reduction return at once.
+        """
         strategy = SimpleNamespace(
             root_device=trainer.strategy.root_device,
             barrier=lambda *_: None,
@@ -79,9 +82,9 @@ class Spikes:
 
 
 class Stopping:
-    """Patches by which all ranks stop at the same batch, although one rank learns of the stop first.
+    """Patches by which all ranks stop at the same batch, although one rank learns of the stop before the others.
 
-    That rank learns of it by a signal, a `Timer` or `SpikeDetection`.
+    A rank learns of a stop by a signal, a `Timer` or `SpikeDetection`, and votes for it.
     """
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
@@ -110,7 +113,7 @@ class Stopping:
         return undo
 
     def pass_on(self, sync_points: SyncPoints) -> None:
-        """Vote for a stop if this rank has received a signal before there were sync points."""
+        """Vote for a stop if this rank received a stop signal before ``sync_points`` existed."""
         if self._told:
             self._told = False
             sync_points.request_stop()
@@ -137,7 +140,10 @@ class Stopping:
             sync_points.request_stop()
 
     def after_batch(self) -> None:
-        """Stop or end training if the ranks have agreed on it. If only this rank has a reason so far, vote for it."""
+        """Leave training, or let it end as after its last epoch, if the ranks have voted for that.
+
+        If this rank's ``Trainer.should_stop`` is set, and no rank has voted to end training, this rank votes for it.
+        """
         sync_points = self._view.sync_points
         if sync_points is None:
             return
@@ -164,7 +170,7 @@ class Stopping:
 class FitSyncPoints:
     """The sync points of one fit, at which all ranks wait for one another.
 
-    Registered functions are called there if the model was replaced.
+    If a sync point has replaced the model, all ranks call the registered functions (``on_model_changed``, ``on_met``).
     """
 
     _averaged_models: AveragedModels  # from `begin` on
@@ -177,12 +183,15 @@ class FitSyncPoints:
         self.on_model_changed: list[Callable[[], None]] = []
         """Functions that all ranks call together when a sync point has given all replicas another model."""
         self.on_met: Callable[[LightningCollectives], None] = lambda world: None
-        """Function that all ranks call together then, except at sync points within a batch."""
+        """Function that all ranks call together after `on_model_changed`, except at sync points within a batch."""
         self.on_called: Callable[[], None] = lambda: None
-        """Function that goes to `SyncPointKind.DECIDE`, because another rank has called all ranks together."""
+        """Function that goes to `SyncPointKind.DECIDE`; called if another rank has asked all ranks to come there."""
 
     def begin(self, world: LightningCollectives) -> None:
-        """Begin training, or begin it again, with weight averages (EMA, SWA) that are equal on all ranks."""
+        """Prepare the sync points when training begins, or begins again.
+
+        From then on, each sync point makes weight averages (EMA, SWA) equal by the collectives ``world``.
+        """
         self._averaged_models = AveragedModels(self._trainer, world)
         # Checkpoints find the averages there.
         vars(self._trainer.strategy)["averaged_models"] = self._averaged_models
@@ -190,7 +199,7 @@ class FitSyncPoints:
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> None:
         """Wait until every rank is at this sync point with the same model.
 
-        Meanwhile, take part in validations, decisions and stops that other ranks ask for.
+        Meanwhile, take part in the validations, callbacks' actions and stops that other ranks ask for.
         """
         view = self._view
         view.begin_again()
@@ -220,10 +229,10 @@ class FitSyncPoints:
             self.on_met(world)
 
     def within_batch(self, sync_point: SyncPointKind) -> Arrival:
-        """Wait at a sync point in the middle of a batch.
+        """Wait at a sync point in the middle of a batch; return how the wait has ended.
 
-        The wait ends when all ranks have come, or when another rank asks for something else; the result says which. The
-        caller does what the other rank asks for at the end of the batch.
+        It ends when all ranks have arrived, or when another rank asks for a validation, a stop or callbacks' actions.
+        The caller does what the other rank asks for at the end of the batch.
         """
         sync_points = self._view.sync_points
         world = self._view.world
@@ -250,7 +259,7 @@ class FitSyncPoints:
 class UnscheduledValidation:
     """Validations that run although this rank's own loop has none due now.
 
-    They are run in the same way as in Lightning's `_TrainingEpochLoop.on_advance_end`.
+    They run in the same way as in Lightning's `_TrainingEpochLoop.on_advance_end`.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -273,10 +282,10 @@ class UnscheduledValidation:
 
     @contextlib.contextmanager
     def at_last_step(self) -> Iterator[None]:
-        """Log the validations in the block under the number ``global_step - 1``, as Lightning does.
+        """Log the validations in the block under the step number ``global_step - 1``, as Lightning does.
 
-        Lightning validates before it counts the step, so its logs of validations have the smaller number. `global_step`
-        itself stays, because saves within a validation use it.
+        Lightning validates before it counts the step, so its validations have the smaller number in the logs.
+        ``global_step`` itself does not change, because saves within a validation use it.
         """
         epoch = self._trainer.fit_loop.epoch_loop
 
@@ -299,37 +308,48 @@ class CollectiveCallback:
     """The base of callbacks and loop parts that act together on all ranks. This base does nothing."""
 
     call_together: Callable[[], None] | None = None
-    """Asks all ranks to a sync point at their next batch boundary; None while replicas are synchronous."""
+    """Function that asks all ranks to come to a sync point at their next batch boundary.
+
+    None while replicas are synchronous.
+    """
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Act together with all ranks at a sync point, where they hold one model; for example, roll back.
+        """Act together with all ranks at a sync point, where they have one model. An example is a rollback.
 
-        Returns whether all ranks have replaced the model.
+        Returns whether the model was replaced, which must be the same on all ranks.
         """
         return False
 
     def save_together(self, world: LightningCollectives) -> None:
-        """Save, if a save is due, after `decide` of all callbacks has returned.
+        """Save, if a save is due, after `decide` of all callbacks has returned and none has replaced the model.
 
         All ranks call this at a sync point, where they have one model that does not change.
         """
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return plain values for a joining rank, besides this callback's state; called on rank 0 at a sync point."""
+        """Return plain values that a joining rank needs besides this callback's state.
+
+        Called on rank 0 at a sync point.
+        """
         return {}
 
     def come(self, told: dict[str, Any]) -> None:
         """Take over, on a joining rank, the values that `for_joining_ranks` has returned on a live rank.
 
-        Called after the state of this callback was loaded.
+        The joining rank has loaded this callback's state before.
         """
 
 
 class CollectiveActions:
-    """Actions that callbacks take on all ranks together, at sync points for which a callback has asked.
+    """The actions of callbacks on all ranks together, at sync points for which a callback has asked.
 
-    ``saving`` takes part like one of these callbacks. Afterwards ``host`` admits joining ranks, unless a callback has
-    replaced the model.
+    Args:
+        view: The strategy.
+        trainer: The Trainer.
+        meeting: Sync points of the fit.
+        saving: Object that saves, and that acts before the callbacks.
+        host: Object that admits joining ranks afterwards, unless a callback has replaced the model; None if no rank can
+            join.
     """
 
     def __init__(
@@ -346,7 +366,7 @@ class CollectiveActions:
         self._saving = saving
         self._host = host
         self._called = False
-        """Whether a callback of this rank has called all ranks."""
+        """Whether a callback of this rank has asked all ranks to come to a sync point."""
 
     def install(self) -> list[Undo]:
         callers = [*self._callbacks(), *([self._host] if self._host else [])]
@@ -369,13 +389,14 @@ class CollectiveActions:
             self.hold()
 
     def is_called(self, sync_points: SyncPoints) -> bool:
-        """Return whether any rank has asked all ranks to come to a sync point."""
+        """Return whether any rank has asked all ranks to come to a sync point for callbacks' actions."""
         return self._called or self._view.step_runner.called or Vote.DECIDE in sync_points.agreed
 
     def hold(self) -> None:
         """Wait for all ranks at a sync point, and let the callbacks act.
 
-        If they have replaced the model, start a new training within this fit.
+        If a callback has replaced the model, start a new training within this fit. Otherwise, make the saves that are
+        due and admit joining ranks.
         """
         self._called = False
         self._meeting.rendezvous(SyncPointKind.DECIDE)
@@ -398,7 +419,10 @@ class CollectiveActions:
 
 
 class WaitForReplicas:
-    """The wait at the end of a batch for ranks to join while there are too few live ranks, up to a time limit."""
+    """The wait for ranks to join, at the end of a batch, while there are too few live ranks.
+
+    After a time limit, the wait raises `PeerLost`.
+    """
 
     def __init__(self, view: StrategyView, collective_actions: CollectiveActions, stopping: Stopping) -> None:
         self._view = view

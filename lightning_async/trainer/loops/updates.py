@@ -20,9 +20,10 @@ from lightning_async.trainer.strategy_view import view_of
 class SharedLearningRates:
     """Patches of the schedulers' steps for replicas that take every step together, with one learning rate.
 
-    Lightning steps schedulers of epochs with this rank's last batch, and other schedulers by the number of the batch.
-    Here a step may be taken at a sync point, from other ranks' batches alone, and ranks have unequal numbers of
-    batches. So schedulers follow the number of steps, and the epochs that all ranks have in common.
+    Lightning steps schedulers with interval "epoch" at this rank's last batch, and other schedulers by the number of
+    the batch. Here ranks have unequal numbers of batches, and a step may be taken at a sync point, from other ranks'
+    batches alone. So schedulers with interval "step" follow the number of steps, and an epoch ends for the other
+    schedulers when all ranks have arrived at its end.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -30,9 +31,9 @@ class SharedLearningRates:
         self._loop = trainer.fit_loop.epoch_loop
         self._original: Callable[..., None] = self._loop._update_learning_rates
         self.epochs_meet: Callable[[], bool] = lambda: False
-        """Returns whether all ranks meet at the end of the epoch under way."""
+        """Function that returns whether all ranks wait for one another at the end of the present epoch."""
         self.ends_epoch = False
-        """Whether this rank has finished its part of the epoch, and the sync point at its end has not opened yet."""
+        """Whether this rank has finished its part of the epoch, and the sync point that ends the epoch is not over."""
         self._watched = False
 
     def install(self) -> list[Undo]:
@@ -54,7 +55,7 @@ class SharedLearningRates:
     def _step(self, watching: bool) -> None:
         """Step the schedulers with interval "step" whose frequency divides the number of steps.
 
-        ``watching`` selects those that watch a metric.
+        If ``watching``, step those of them that watch a metric; otherwise step the others.
         """
         strategy = self._trainer.strategy
         step = self._loop.global_step
@@ -68,10 +69,11 @@ class SharedLearningRates:
             strategy.lr_scheduler_configs = configs
 
     def end_epoch(self, world: LightningCollectives) -> Callable[[], None]:
-        """Step the schedulers with interval "epoch", if any rank has reached its last batch.
+        """Step the schedulers with interval "epoch", if the epoch has ended on any rank. All ranks call this together.
 
-        Returns a function to call at the very end of the epoch. On a rank without batches, this function steps the
-        schedulers that watch a metric; elsewhere it does nothing.
+        Returns a function to call at the very end of the epoch. On a rank where Lightning has not stepped the
+        schedulers that watch a metric, because the rank had no batches, this function steps them. Elsewhere it does
+        nothing.
         """
         mine = self.ends_epoch
         self.ends_epoch = False
@@ -89,10 +91,10 @@ class SharedLearningRates:
 
 
 class ExternalWindowSize(AccumulationWindows):
-    """The sizes of accumulation windows for `AsyncGradientStrategy`. No loop is patched.
+    """The sizes of accumulation windows for `AsyncGradientStrategy`.
 
-    The strategy itself weights the gradients, averages them and takes the optimizer steps. The arguments are those of
-    `AccumulationWindows`.
+    No loop is patched: the strategy itself weights the gradients, averages them and takes the optimizer steps. The
+    arguments are those of `AccumulationWindows`.
     """
 
     even = True
@@ -107,7 +109,7 @@ class ExternalWindowSize(AccumulationWindows):
 
     @property
     def size(self) -> int:
-        """The number of batches that a window must have before it ends: the window under way, else the next one."""
+        """The smallest number of batches of the current window, or of the next one if none is open."""
         return 1 if self.planned.by_samples else self.planned.batches
 
     @property
@@ -150,19 +152,23 @@ class ExternalWindowSize(AccumulationWindows):
 
 
 def updates_of(trainer: Any) -> OptimizerUpdates | None:
-    """Return the fit's `OptimizerUpdates`; None if no optimizer step is delayed beyond its batch."""
+    """Return the fit's `OptimizerUpdates`, which takes optimizer steps outside of Lightning's batches.
+
+    Returns None if each step belongs to the batch that Lightning trains on.
+    """
     return view_of(trainer.strategy).updates
 
 
 class OptimizerUpdates:
     """Optimizer steps outside of Lightning's batches, with all its hooks, clipping, mixed precision and schedulers.
 
-    `take` makes Lightning's loop take a step. A batch only gathers gradients. ``global_step`` counts the steps.
+    `take` makes Lightning's loop take a step. A batch itself takes no step: it only adds its gradients. ``global_step``
+    counts the steps.
 
     Args:
         trainer: The Trainer, whose loop is patched.
-        after_backward: Called when a batch's gradients are computed; it may take steps.
-        batch: Returns a context for a batch's forward and backward pass.
+        after_backward: Function that is called when a batch's gradients are computed; it may take steps.
+        batch: Function that returns a context manager for a batch's forward and backward pass.
     """
 
     def __init__(
@@ -233,7 +239,7 @@ class OptimizerUpdates:
     def take(self, put: Callable[[], None]) -> None:
         """Take an optimizer step with the gradients that ``put`` writes to the parameters.
 
-        Schedulers and the loggers' step count are then updated, too.
+        Afterwards, update the schedulers and the loggers' step count.
         """
 
         def closure() -> Tensor:
@@ -245,7 +251,7 @@ class OptimizerUpdates:
         self._take(lambda: self._loop.automatic_optimization._optimizer_step(max(self._loop.batch_idx, 0), closure))
 
     def take_each(self, steps: Iterable[Callable[[], object]]) -> None:
-        """Take a step of manual optimization: call each of ``steps``, one for each optimizer that has gradients."""
+        """Take a step of manual optimization by calling all ``steps``: one for each optimizer that has gradients."""
 
         def run() -> None:
             scaled_zero(self._trainer.precision_plugin, self._trainer.strategy.root_device)
@@ -280,7 +286,7 @@ class OptimizerUpdates:
         self._loop._batches_that_stepped += 1
 
     def _log(self) -> None:
-        """Log the last batch's values and the learning rates, if loggers are due with this step.
+        """Log the last batch's values and the learning rates, if this step is one at which Lightning's loggers log.
 
         Lightning logs values at the end of a batch that steps, and rates at the start of a batch. Rates are logged here
         only if no batch has started since the previous step.
