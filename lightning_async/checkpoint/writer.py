@@ -346,7 +346,8 @@ class WriterChannel:
 
     Args:
         rank: The rank.
-        lock: Lock that the process inherits and holds until it ends; it is closed in this process. Default: None.
+        lock: Lock file. The writer process inherits it and holds the lock until it ends; this process closes its own
+            descriptor of the file. Default: None.
     """
 
     def __init__(self, rank: int, lock: Lock | None = None) -> None:

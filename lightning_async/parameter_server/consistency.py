@@ -234,7 +234,7 @@ class ConsistentReads:
         self._holds.pop(worker, None)
 
     def holds(self, worker: str) -> bool:
-        """Return whether this worker has a hold on the server whose time is not over."""
+        """Return whether this worker still keeps the server from applying pushes; its time to do so is limited."""
         hold = self._holds.get(worker)
         return hold is not None and self._now() < hold.until
 

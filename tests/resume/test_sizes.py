@@ -213,7 +213,7 @@ def test_what_cannot_be_told_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "lightning_async"):
         resumed(own[0], own[1], tmp_path, "batch 0:2")
     (line,) = told(caplog)
-    assert "of 31 samples" in line and "of 23 samples when" in line and "behind as many as then (2)" in line
+    assert "of 31 samples" in line and "of 23 samples when" in line and "after the same number of batches (2)" in line
     caplog.clear()
     several = [[DataLoader(Sized(), size), DataLoader(Sized(), 4)] for size in (4, 2)]
     training = Training(lambda: several[0], trainer={"max_epochs": 1})
@@ -305,7 +305,7 @@ def test_a_stream_that_one_worker_reads_goes_on(
     assert numbers(rows, 0) == list(range(5, 12))
     told_of_it = [line for line in told(caplog) if f"num_workers={after}, and had num_workers={before} when" in line]
     assert len(told_of_it) == (dataset is Shares)
-    assert all("behind 5 batches (10 samples)" in line for line in told_of_it)
+    assert all("after 5 batches (10 samples)" in line for line in told_of_it)
 
 
 @pytest.mark.processes

@@ -78,7 +78,7 @@ def test_the_next_training_of_one_that_is_left_alone_begins_with_a_warning() -> 
     assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), first
     told = ended(first)
     (said,) = [each for each in told["said"] if "trains on alone" in each]
-    assert "with all of the data: 1 of 2 were lost before" in said and "`min_replicas=2` ends training" in said
+    assert "with all of the data: 1 of 2 ranks were lost" in said and "`min_replicas=2` ends training" in said
     assert told["taken"] == 8
 
 

@@ -400,10 +400,12 @@ class BackgroundAverager(SyncPointParticipant):
         self.ledger.load_work(saved["work"])
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
-        """Load ``saved``, a result of `state_dict`, and ``clocks``, a result of the method `clocks`, before `start`.
+        """Load a saved state, before `start`. Raises ValueError if it was saved with another averaging rule.
 
-        Fields of the rule's state that differ between replicas, and that ``clocks`` lacks, keep their initial values.
-        Raises ValueError if another rule has saved its state.
+        Args:
+            saved: State that is equal on all replicas, from `state_dict`.
+            clocks: This replica's own state, from the method `clocks`: its steps, its work, and the fields of the
+                rule's state that differ between replicas. Fields that are missing keep their initial values.
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box

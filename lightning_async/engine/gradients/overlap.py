@@ -175,9 +175,10 @@ class Outgoing:
 
     @property
     def ready(self) -> bool:
-        """Whether this rank's headers may announce these gradients. The caller holds `SharedState.changed`.
+        """Whether this rank may announce these gradients to the other ranks. The caller holds `SharedState.changed`.
 
-        False only if the engine's thread has waited too long for a span, and the backward pass is not complete yet.
+        False only if the engine's thread has waited too long for a part of the gradients, and the backward pass is not
+        complete yet.
         """
         return self.flags is not None or self.withdrawn or not self.late
 

@@ -31,9 +31,11 @@ _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "
 
 
 class TrainerState:
-    """The state of one rank's Trainer: the contents of Lightning's checkpoint, and the state of this replica alone.
+    """The state of one rank's Trainer: the contents of Lightning's checkpoint, and state that only this replica has.
 
-    Without ``pickles``, hyper-parameters that can be saved only by pickling are left out.
+    Args:
+        trainer: The Trainer.
+        pickles: Whether hyper-parameters are saved that can be saved only by pickling. Default: False.
     """
 
     def __init__(self, trainer: Any, pickles: bool = False) -> None:

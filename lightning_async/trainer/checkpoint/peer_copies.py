@@ -99,10 +99,10 @@ class Peers:
         self._found, self._silent = find(mine, self._seal, others)
 
     def come(self) -> None:
-        """Replace parts of the state that was received from rank 0 by this rank's own, from a copy that a peer stores.
+        """Restore this rank's own state from a copy that a peer stores, on a joining rank.
 
-        This is called on a joining rank. The copy may be some steps older than the received state. If there is no copy,
-        or the copy does not fit, this rank keeps rank 0's state and logs a warning.
+        It replaces the parts of rank 0's state, received before, that differ between ranks. The copy may be some steps
+        older. If there is no copy, or the copy does not fit, this rank keeps rank 0's state and logs a warning.
         """
         mine = names_of(self._trainer).mine
         self.start()

@@ -7,7 +7,7 @@ The phase decides from which state a resume continues:
 | the fit is within | the state from which a resume continues |
 | --- | --- |
 | fetching a batch, its hooks, forward, backward, clipping | that of the last safe point: the batch is repeated |
-| after a backward pass whose gradients are not in the parameters (`updates`) | after the batch; see `WindowSteps` |
+| after a backward pass whose step comes in a later batch | after the batch; the gradients are saved, too |
 | a step of the optimizer or of a scheduler | none, because an unknown part of the step is done |
 | averaging, after the optimizer's step | after the batch; its schedulers step before the save |
 | hooks and loggers at the end of the batch | after the batch; a validation that is due follows after the resume |

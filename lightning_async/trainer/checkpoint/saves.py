@@ -413,10 +413,10 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             self._ask()
 
     def _follow(self) -> None:
-        """Make saves due again that were requested or begun, and then failed because a rank was lost.
+        """If a save has failed because a rank was lost, make it due again.
 
-        A request for a save may be lost together with a rank, so after a loss this rank may request the save again. If
-        the saver has given up a save because a lost rank had not written its part, a save is due again.
+        A request for a save may be lost together with a rank, so after a loss this rank may request the save again. A
+        save that has begun fails if a lost rank has not written its part.
         """
         left = names_of(self._fit.trainer).left
         if left != self._left:
