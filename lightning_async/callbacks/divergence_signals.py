@@ -208,7 +208,10 @@ class StepMetrics:
         self._coming = None
 
     def take(self) -> dict[str, float]:
-        """Return this step's metrics on the CPU, and the previous step's metrics on a GPU."""
+        """Return the metrics that are known now.
+
+        They are this step's if the metrics are on the CPU, and the previous step's if they are on a GPU.
+        """
         put = self._put
         self._put = {}
         here = {name: float(value) for name, value in put.items() if value.device.type != "cuda"}

@@ -148,7 +148,9 @@ def take_apart(value: object) -> tuple[str, list[Tensor]]:
 
 
 def make_room(text: str) -> tuple[Any, list[Tensor]]:
-    """Return a text's JSON values, and empty tensors to receive into; `unflatten` makes the value from both.
+    """Read a text of `take_apart`: return the value's JSON part, and empty tensors into which its tensors are received.
+
+    Then `unflatten` makes the value from both.
 
     Args:
         text: Text of `take_apart`.

@@ -140,9 +140,10 @@ class Source:
         return position
 
     def behind_as_many(self, position: Position, loaders: int) -> Position:
-        """Return the position after the same number of batches as at the save, and warn that this is not exact.
+        """Return the position to resume from if this loader is one of several and has changed since the save.
 
-        Called for each of several loaders (``loaders`` is their number) if `differs` returns True.
+        It is after as many batches as the saved ``position``. A warning says that these may be other samples.
+        ``loaders`` is the number of loaders.
         """
         loader = self.loader
         workers = position.get("num_workers")

@@ -184,7 +184,7 @@ class Buckets:
         self.owner = BucketOwner.TRAINING
 
     def take_when(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
-        """Wait until ``condition`` is true, then take the buckets for the training thread.
+        """Wait until ``condition`` is true, then give the buckets to the training thread.
 
         ``see`` is called repeatedly during the wait, and raises if the condition cannot become true.
         """

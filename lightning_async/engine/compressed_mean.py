@@ -154,12 +154,12 @@ class CodedMean(CompressedMean):
             carried.zero_()
 
     def _encode(self, part: Tensor, message: Tensor | None, room: int, residual: Tensor | None) -> None:
-        """Encode ``message`` into the memory of sent codes, padded with zeros to ``room`` codes.
+        """Encode ``message`` into the buffer of codes to send, padded with zeros to ``room`` codes.
 
         Args:
             part: Scratch memory of the message's size, which may be overwritten.
-            message: Part of this rank's message; None for zeros. Without a ``residual`` it is overwritten by its
-                decoded values.
+            message: One part of this rank's message; None for zeros. Without a ``residual`` it is overwritten by its
+                decoded values. With a ``residual`` it stays, and the residual takes the error.
             room: Number of codes.
             residual: Errors of earlier messages, see `move_`; None if there is none.
         """

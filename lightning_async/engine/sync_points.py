@@ -1,4 +1,8 @@
-"""Sync points, at which ranks wait until all of them hold one model, and votes, which are requests to all ranks."""
+"""Sync points and votes.
+
+At a sync point, ranks wait until all of them hold one model. By a vote, one rank asks all others to do something
+together, such as to save or to stop.
+"""
 
 from __future__ import annotations
 

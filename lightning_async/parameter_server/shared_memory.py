@@ -125,7 +125,10 @@ class SharedArrays:
         return share_out(do, self._pieces, self._threads)
 
     def copy(self, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Copy in one pass each pair (target, source) of tensors, which all have the arrays' size."""
+        """For each pair (target, source), copy the source into the target, all pairs in one pass over memory.
+
+        All tensors have the size of the shared arrays.
+        """
 
         def copy(here: slice) -> None:
             for target, source in pairs:

@@ -348,7 +348,7 @@ def test_one_of_several_streams_that_other_workers_divide(
         rows, _, _ = again.fit(tmp_path, follow.points[0], wanted=lambda at: False)
     assert numbers(rows, 0) == list(range(5, 12))
     lines = [line for line in told(caplog) if "one of 2 train dataloaders" in line]
-    assert len(lines) == 1 and "batches of 2 by 3 workers, and batches of 2 by 2 workers when" in lines[0]
+    assert len(lines) == 1 and "batches of 2 by 3 workers, and had batches of 2 by 2 workers when" in lines[0]
     assert "(5)" in lines[0]
 
 
