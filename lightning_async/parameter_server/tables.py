@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_async.parameter_server.client import ServerAnswer
 from lightning_async.parameter_server.metrics import PushTotals
-from lightning_async.parameter_server.optimizers import make_optimizer
+from lightning_async.parameter_server.optimizers import Scalars, begun, make_optimizer
 from lightning_async.parameter_server.partition import TABLES
-from lightning_async.parameter_server.worker import Send, Worker
+from lightning_async.parameter_server.worker import OptimizerState, Send, Worker
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # arguments that do not change results
 _OF_SERVERS = {"begun", "reach"}  # scalars of servers' optimizers that torch does not have
@@ -327,34 +327,36 @@ def keys_of(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str,
     return found
 
 
-def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, list[Tensor | None]], dict[str, float]]:
-    """Return an optimizer's state for servers: fields, with one tensor for each parameter, and scalars."""
-    states = [optimizer.state.get(p, {}) for p in params]
+def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> OptimizerState:
+    """Return an optimizer's state for servers."""
     fields: dict[str, list[Tensor | None]] = {}
-    scalars: dict[str, float] = {}
-    for name in {key for state in states for key in state}:
-        values = [state.get(name) for state in states]
-        first = next(value for value in values if value is not None)
-        if isinstance(first, Tensor) and (first.dim() or first.numel() != 1):
-            fields[name] = values
-        else:
-            scalars[name] = max(float(value) for value in values if value is not None)
-    return dict(sorted(fields.items())), dict(sorted(scalars.items()))
+    scalars: list[Scalars] = []
+    for number, p in enumerate(params):
+        values = {name: value for name, value in optimizer.state.get(p, {}).items() if value is not None}
+        plain = {}
+        for name, value in sorted(values.items()):
+            if isinstance(value, Tensor) and (value.dim() or value.numel() != 1):
+                fields.setdefault(name, [None] * len(params))[number] = value
+            else:
+                plain[name] = float(value)
+        scalars.append(begun(plain) if values else {})  # a parameter that was never stepped has no state
+    return dict(sorted(fields.items())), scalars
 
 
 def fill_state(optimizer: Optimizer, worker: Worker) -> None:
     """Copy the servers' optimizer state of a worker's parameters into torch's optimizer."""
-    reply, _ = worker.read("params")
-    # Before the first step, torch's optimizers have no state either.
-    begun = reply["version"] or reply["scalars"]
-    scalars = {key: torch.tensor(float(value)) for key, value in reply["scalars"].items() if key not in _OF_SERVERS}
-    fields = {name: worker.read(name)[1] for name in reply["fields"] if name != "params"} if begun else {}
-    for number, p in enumerate(worker.params):
+    replies, _ = worker.read("params")
+    fields = {name: worker.read(name)[1] for name in replies[0]["fields"] if name != "params"}
+    for number, (p, of_servers) in enumerate(zip(worker.params, worker.scalars_of(replies), strict=True)):
+        scalars = {name: torch.tensor(float(value)) for name, value in of_servers.items() if name not in _OF_SERVERS}
         found = {name: tensors[number].to(p.device) for name, tensors in fields.items()}
+        # Before a parameter's first step, torch's optimizers have no state of it either.
+        if not (of_servers or any(bool(tensor.any()) for tensor in found.values())):
+            continue
         if p.is_complex():  # servers hold pairs of real numbers, torch's state is complex
             found = {name: torch.view_as_complex(tensor) for name, tensor in found.items()}
         if found or scalars:
-            optimizer.state[p] = {**{key: value.clone() for key, value in scalars.items()}, **found}
+            optimizer.state[p] = {**scalars, **found}
 
 
 def _plain(value: Any) -> Any:

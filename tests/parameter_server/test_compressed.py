@@ -140,7 +140,7 @@ def test_weights_begin_as_they_are(compression: Any) -> None:
         client.gradients[0].copy_(fill(N, 3))
         client.bring("exp_avg")
         client.gradients[0].copy_(fill(N, 4))
-        client.start("Adam", {"lr": 0.1}, ["exp_avg"], {"step": 1.0})
+        client.start("Adam", {"lr": 0.1}, ["exp_avg"], [[(N, {"step": 1.0})]])
         assert torch.equal(client.weights[0], fill(N, 4))
         client.read("exp_avg")
         assert torch.equal(client.weights[0], fill(N, 3))

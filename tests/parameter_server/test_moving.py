@@ -158,7 +158,7 @@ def test_weights_may_begin_anew_on_servers_that_have_some():
         named = {name: torch.ones_like(p).requires_grad_() for name, p in params().items()}
         second = joined([server], named)
         state = {"momentum_buffer": [torch.full_like(p, 2.0) for p in named.values()]}
-        second.start("SGD", arguments, (state, {}), anew=True)
+        second.start("SGD", arguments, (state, [{}] * len(named)), anew=True)
         assert second.versions == (0,)
         assert all(p.eq(1.0).all() for p in second.params)
         for p in second.params:

@@ -321,7 +321,7 @@ def test_state_can_be_read_for_a_checkpoint():
         a = server.started("a", "Adam", {"lr": 0.1})
         push(a, 2.0)
         (told,) = a.read("exp_avg")
-        expected = {"version": 1, "fields": ["params", "exp_avg", "exp_avg_sq"], "scalars": {"step": 1}}
+        expected = {"version": 1, "fields": ["params", "exp_avg", "exp_avg_sq"], "scalars": [[8, {"step": 1}]]}
         assert {name: told[name] for name in expected} == expected
         torch.testing.assert_close(a.weights[0], torch.full((8,), 0.2))
         with pytest.raises(Exception, match="there is no 'momentum'; there are"):
