@@ -118,6 +118,42 @@ def test_weights_and_state_are_equal_to_the_bit_and_go_on_so(
             worker.close()
 
 
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "RMSprop", "SGD"])
+def test_steps_of_each_parameter_go_to_other_servers_and_back(name: str):
+    """One parameter has a gradient in all steps, one in every other one, and one in none before the move."""
+    kind: Any = getattr(torch.optim, name)
+    arguments: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, **({"momentum": 0.9} if name == "SGD" else {})}
+    alone, named = params(), params()
+    torchs = kind(list(alone.values()), **arguments)
+    with ExitStack() as opened:
+        worker = joined([opened.enter_context(running()) for _ in range(2)], named)
+        worker.start(name, arguments)
+        for step in range(8):
+            if step == 5:
+                saved = held(worker, kind(worker.params, **arguments))
+                worker.close()
+                assert saved["optimizer"]["state"].keys() == torchs.state_dict()["state"].keys() == {0, 1}
+                optimizer = kind(worker.params, **arguments)
+                optimizer.load_state_dict(saved["optimizer"])
+                worker = joined([opened.enter_context(running()) for _ in range(3)], named)
+                worker.start(name, arguments, state_of(optimizer, worker.params))
+            generator = torch.Generator().manual_seed(step)
+            used = {"large": True, "small": step % 2 == 0, "none": step > 5}
+            for key, p in alone.items():
+                p.grad = torch.randn(p.shape, generator=generator) if used[key] else None
+                named[key].grad = p.grad
+            torchs.step()
+            worker.fill_gradients()
+            worker.push(lr=0.02)
+            worker.take_()
+        states = held(worker, kind(worker.params, **arguments))["optimizer"]["state"]
+        worker.close()
+    for number, (p, q) in enumerate(zip(alone.values(), named.values(), strict=True)):
+        torch.testing.assert_close(q, p, rtol=0.0, atol=1e-6)
+        for field, value in torchs.state[p].items():
+            torch.testing.assert_close(states[number][field], value, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["Adam", "Adagrad"])
 def test_state_of_complex_parameters_is_as_torch_has_it(name: str):
     """And the steps that were taken: else no checkpoint of servers could be gone on with elsewhere, on a GPU."""
