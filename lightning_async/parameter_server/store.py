@@ -44,7 +44,7 @@ BOTH = 2
 LOST_LIVES = 1 << 32
 """Number of lives (ids of workers' processes) that a restore skips: a server may have given them after the snapshot."""
 _WORKER_BYTES = 214  # size of a worker's entry in the journal, without its name
-_GROWTH_BYTES = 2048  # by which the rest of the record may grow
+_GROWTH_BYTES = 140_000  # by which the rest of the record may grow, with `MOST_RUNS` of scalars and as many spans
 
 Record = Mapping[str, Any]
 """The state that a store remembers in addition to its arrays.

@@ -451,8 +451,8 @@ def test_many_workers_come_and_go_and_the_journal_stays_small():
     assert os.fstat(file).st_size < SIZE + (6 + 2 * 2) * os.sysconf("SC_PAGESIZE")
     many = {f"{number}": {**WORKER, "life": 3000 + number} for number in range(280)}
     store.remember(many)
-    with pytest.raises(ValueError, match=r"remembers 379 workers, and has no room for one more"):
-        store.remember({**many, **{f"more {number}": {**WORKER, "life": 4000 + number} for number in range(100)}})
+    with pytest.raises(ValueError, match=r"remembers 679 workers, and has no room for one more"):
+        store.remember({**many, **{f"more {number}": {**WORKER, "life": 4000 + number} for number in range(400)}})
     assert len(store.workers) == 280
     for name in store.workers:  # and those that it has taken fit, whatever they do
         store.push(name, 10**9, torch.ones(3), 10**8)
