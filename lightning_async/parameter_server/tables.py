@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -281,11 +282,59 @@ def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Seq
     return rates
 
 
+class HeldState(defaultdict[Any, Any]):
+    """The state of an optimizer that servers hold, as it was fetched last. Users' changes of it raise an error.
+
+    During training, it replaces the attribute ``state`` of the optimizer.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(dict, optimizer.state)
+        self._optimizer = optimizer
+        self._fetched = self._marks()
+        optimizer.state = self
+
+    def release(self) -> None:
+        """Give the optimizer a plain state again, unless another one was loaded."""
+        if self._optimizer.state is self:
+            self._optimizer.state = defaultdict(dict, self)
+
+    def mark_fetched(self) -> None:
+        """Record that the state is as it was fetched, so that `check_unchanged` finds later changes."""
+        self._fetched = self._marks()
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if other code has replaced the state or its tensors, or changed these in place."""
+        if self._optimizer.state is not self or self._marks() != self._fetched:
+            self._refuse()
+
+    def _marks(self) -> list[tuple[int, int]]:
+        tensors = (value for state in self.values() for value in state.values() if isinstance(value, Tensor))
+        return [(id(tensor), tensor._version) for tensor in tensors]
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())  # copies are plain
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"The state of {type(self._optimizer).__name__} was changed in training (reset, replaced or written to). "
+            "Servers hold it and would not hear of it. Use `ParameterServerStrategy(update_on_server=False)`: the "
+            "optimizer is the worker's then."
+        )
+
+    __setitem__ = __delitem__ = __missing__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]
+
+
 def refuse_groups(param_group: Mapping[str, Any]) -> None:
     """Raise ValueError. During training, this function replaces an optimizer's ``add_param_group``."""
     raise ValueError(
         "`add_param_group` in training: parameter servers have those parameters that optimizers have as training "
-        "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`)."
+        "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`): servers do not step "
+        "a parameter without a gradient."
     )
 
 
@@ -356,7 +405,9 @@ def fill_state(optimizer: Optimizer, worker: Worker) -> None:
         if p.is_complex():  # servers hold pairs of real numbers, torch's state is complex
             found = {name: torch.view_as_complex(tensor) for name, tensor in found.items()}
         if found or scalars:
-            optimizer.state[p] = {**scalars, **found}
+            dict.__setitem__(optimizer.state, p, {**scalars, **found})  # a `HeldState` refuses others' changes
+    if isinstance(optimizer.state, HeldState):
+        optimizer.state.mark_fetched()
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+from collections import defaultdict
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_async.comm.p2p import ShmDial
 from lightning_async.parameter_server.client import Client
-from lightning_async.parameter_server.tables import fill_state, state_of
+from lightning_async.parameter_server.tables import HeldState, fill_state, state_of
 from lightning_async.parameter_server.worker import Worker, plan_of
 from tests.parameter_server.running import Running, running
 from tests.parameter_server.test_server import on_threads
@@ -181,6 +183,57 @@ def test_state_of_complex_parameters_is_as_torch_has_it(name: str):
         assert (value.dtype, value.shape) == (own[key].dtype, own[key].shape)
         torch.testing.assert_close(value, own[key])
     torch.testing.assert_close(saved["weights"][0], alone.detach())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer, p: optimizer.state.clear(),
+        lambda optimizer, p: optimizer.state.pop(p),
+        lambda optimizer, p: optimizer.state[p].update(momentum_buffer=torch.zeros(3, 5)),
+        lambda optimizer, p: optimizer.state[p]["momentum_buffer"].zero_(),
+        lambda optimizer, p: optimizer.state.update({p: {}}),
+        lambda optimizer, p: setattr(optimizer, "state", defaultdict(dict)),
+        lambda optimizer, p: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda optimizer, p: optimizer.state[torch.zeros(1)],
+    ],
+    ids=["clear", "pop", "write", "in place", "update", "replace", "load", "missing"],
+)
+def test_changes_of_a_state_that_servers_hold_are_refused(change: Any):
+    arguments = {"lr": 0.02, "momentum": 0.9}
+    with running() as server:
+        worker = joined([server], params())
+        worker.start("SGD", arguments)
+        push(worker, range(2))
+        optimizer = torch.optim.SGD(worker.params, **arguments)
+        state = HeldState(optimizer)
+        state.check_unchanged()
+        for _ in range(2):
+            fill_state(optimizer, worker)
+            state.check_unchanged()
+        copied = copy.deepcopy(optimizer.state)
+        assert type(copied) is defaultdict and len(copied) == 3
+        with pytest.raises(ValueError, match=r"The state of SGD was changed.*update_on_server=False"):
+            change(optimizer, worker.params[0])
+            state.check_unchanged()
+        worker.close()
+
+
+def test_a_state_that_servers_held_is_plain_after_training():
+    with running() as server:
+        worker = joined([server], params())
+        worker.start("Adam", {"lr": 0.1})
+        push(worker, range(2))
+        optimizer = torch.optim.Adam(worker.params, lr=0.1)
+        state = HeldState(optimizer)
+        fill_state(optimizer, worker)
+        state.release()
+        assert type(optimizer.state) is defaultdict and len(optimizer.state) == 3
+        optimizer.step()
+        optimizer.state.clear()
+        state.release()
+        assert not optimizer.state
+        worker.close()
 
 
 def test_weights_may_begin_anew_on_servers_that_have_some():
