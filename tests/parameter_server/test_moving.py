@@ -213,9 +213,13 @@ def test_changes_of_a_state_that_servers_hold_are_refused(change: Any):
             state.check_unchanged()
         copied = copy.deepcopy(optimizer.state)
         assert type(copied) is defaultdict and len(copied) == 3
-        with pytest.raises(ValueError, match=r"The state of SGD was changed.*update_on_server=False"):
+
+        def change_and_step() -> None:
             change(optimizer, worker.params[0])
             state.check_unchanged()
+
+        with pytest.raises(ValueError, match=r"The state of SGD was changed.*update_on_server=False"):
+            change_and_step()
         worker.close()
 
 
