@@ -302,6 +302,11 @@ class HeldState(defaultdict[Any, Any]):
         if self._optimizer.state is self:
             self._optimizer.state = defaultdict(dict, self)
 
+    def drop(self) -> None:
+        """Empty the state, which was fetched for a moment only."""
+        dict.clear(self)
+        self.mark_fetched()
+
     def mark_fetched(self) -> None:
         """Record that the state is as it was fetched, so that `check_unchanged` finds later changes."""
         self._fetched = self._marks()

@@ -291,12 +291,13 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._undo: list[Undo] = [
             override_for_users(swa, "on_train_epoch_start", partial(self._start_epoch, swa)) for swa in swas
         ]
+        self._held: list[HeldState] = []
         for optimizer in strategy.optimizers:
             self._undo.append(set_for_now(optimizer, "add_param_group", refuse_groups))
             if strategy.update_on_server:
-                held = HeldState(optimizer)
-                self._undo.append(held.release)
-                step = self._step_of(optimizer, held)
+                self._held.append(HeldState(optimizer))
+                self._undo.append(self._held[-1].release)
+                step = self._step_of(optimizer, self._held[-1])
                 led = strategy.own_steps.led(optimizer, step)
                 self._undo.append(set_for_now(optimizer, "step", led))
             else:
@@ -347,8 +348,8 @@ class PushSteps(StepRunner, SyncPointParticipant):
         finally:
             self._states_are_here = False
             if not self._strategy.is_global_zero:
-                for optimizer in optimizers:
-                    dict.clear(optimizer.state)
+                for held in self._held:
+                    held.drop()
 
     def _fetch_state(self, optimizer: Optimizer) -> None:
         self._finish()

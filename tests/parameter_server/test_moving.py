@@ -211,6 +211,10 @@ def test_changes_of_a_state_that_servers_hold_are_refused(change: Any):
         for _ in range(2):
             fill_state(optimizer, worker)
             state.check_unchanged()
+        state.drop()
+        state.check_unchanged()
+        assert not optimizer.state
+        fill_state(optimizer, worker)
         copied = copy.deepcopy(optimizer.state)
         assert type(copied) is defaultdict and len(copied) == 3
 
