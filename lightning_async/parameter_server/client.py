@@ -28,7 +28,7 @@ from lightning_async.comm.p2p import Dial, PeerChannel
 from lightning_async.errors import AsyncTrainingError, ChannelTimeout, Evicted, PeerLost, SettingsMismatch
 from lightning_async.parameter_server import consistency
 from lightning_async.parameter_server.consistency import stated_staleness
-from lightning_async.parameter_server.optimizers import MOST_RUNS, ScalarRuns
+from lightning_async.parameter_server.optimizers import ScalarRuns
 from lightning_async.parameter_server.partition import Spans
 
 _log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class Client:
                 optimizer does not step them, and their residual of compression stays. Default: none.
 
         Raises:
-            ValueError: ``weight`` is below 0, or there are too many spans in ``skips``.
+            ValueError: ``weight`` is below 0.
             PeerLost: A server has not answered in time, or has lost its weights.
             Evicted: The servers have evicted this worker, and the other workers have continued without it.
         """
@@ -233,11 +233,6 @@ class Client:
             base = line.base if bases is None else min(line.base, bases[server])
             outgoing = line.dial.outgoing
             without = skips[server] if skips else ()
-            if len(without) > MOST_RUNS:
-                raise ValueError(
-                    f"parameters without a gradient are in {len(without)} places, of {MOST_RUNS} at most for each "
-                    "server. Pass `update_on_server=False`: the optimizer is the worker's then."
-                )
             size = 0
             if weight:
                 size = self.feedback[server].encode_(outgoing, without) if self.feedback else outgoing.numel()

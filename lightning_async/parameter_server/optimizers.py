@@ -30,7 +30,7 @@ ScalarRuns = Sequence[tuple[int, Scalars]]
 """The scalars of a shard's elements: for each run of elements with equal scalars, the index after its last element, and
 the scalars. They differ where parameters have had no gradient in some steps."""
 MOST_RUNS = 1000
-"""Largest number of runs of a shard, and of spans that a push leaves out."""
+"""Largest number of runs of a shard."""
 
 _add_: Callable[..., None] = eager(ops.server_add_)
 _sgd_: Callable[..., None] = eager(ops.server_sgd_)

@@ -271,8 +271,6 @@ def _cut(runs: ScalarRuns, skips: Spans) -> list[_Cut]:
     >>> [(cut.stop, cut.skipped) for cut in _cut([(4, {}), (9, {"step": 1})], [(2, 5)])]
     [(2, False), (4, True), (5, True), (9, False)]
     """
-    if not skips:
-        return [_Cut(stop, scalars, False) for stop, scalars in runs if stop]
     stops = [stop for stop, _ in runs]
     starts = [start for start, _ in skips]
     found = []
@@ -284,14 +282,14 @@ def _cut(runs: ScalarRuns, skips: Spans) -> list[_Cut]:
 
 def _parts(stops: Sequence[int], here: slice) -> Iterator[tuple[int, slice]]:
     """Yield the index of each cut that has elements in a piece of the shard, and the slice of the piece with them."""
-    if not stops:  # the shard is empty
-        return
-    first = here.start or 0
-    last = stops[-1] if here.stop is None else min(here.stop, stops[-1])
-    for number in range(bisect_right(stops, first), bisect_left(stops, last) + 1):
-        start = max(first, stops[number - 1] if number else 0)
+    first, last, _ = here.indices(stops[-1] if stops else 0)
+    at = first
+    for number in range(bisect_right(stops, first), len(stops)):
+        if at == last:
+            return
         stop = min(last, stops[number])
-        yield number, WHOLE if (start, stop) == (first, last) else slice(start - first, stop - first)
+        yield number, WHOLE if (at, stop) == (first, last) else slice(at - first, stop - first)
+        at = stop
 
 
 def _at(bank: Bank, names: tuple[str, ...], here: slice) -> Mapping[str, Tensor]:
