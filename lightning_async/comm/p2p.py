@@ -34,7 +34,7 @@ from torch import Tensor
 from lightning_async._sockets import unshared
 from lightning_async.errors import ChannelTimeout, PeerLost
 
-LONGEST = 1 << 15  # largest number of bytes of a header
+LONGEST = 1 << 17  # largest number of bytes of a header
 
 
 @runtime_checkable

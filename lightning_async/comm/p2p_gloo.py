@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -253,6 +253,9 @@ _ANSWERS = 0
 _DIALS = 1  # rank of the end that dials; the other end has rank `_ANSWERS`
 # Longest time to form a group, for the end that answers.
 _FORMING_S = 10.0
+# Number of attempts of `ask`, and the pause between two of them.
+_ATTEMPTS = 5
+_AGAIN_S = 0.2
 
 
 class PairDial:
@@ -308,17 +311,30 @@ def ask(host: str, port: int, seal: Seal | None = None, timeout_s: float = 10.0)
         host: Host of the peer.
         port: Port of the peer.
         seal: Seal of the job. Default: None, one without a secret.
-        timeout_s: Longest wait, in seconds. Default: 10.
+        timeout_s: Longest wait of each attempt, in seconds. Default: 10.
 
     Raises:
         PeerLost: No process answers there, or one with another secret.
         ChannelTimeout: No process answers in time.
     """
-    with _called(host, port, seal or Seal(), timeout_s, name=None) as (_, _, told):
-        return told
+    attempts = 1
+    while True:
+        try:
+            with _called(host, port, seal or Seal(), timeout_s, name=None) as (_, _, told):
+                return told
+        except ChannelTimeout:
+            raise
+        except PeerLost:
+            # A peer that has too many callers ends connections before it has heard them.
+            if attempts == _ATTEMPTS:
+                raise
+            attempts += 1
+            time.sleep(_AGAIN_S)
 
 
-def answer_pair(sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, Any]) -> PairChannel | None:
+def answer_pair(
+    sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, Any], heard: Callable[[], object] = lambda: None
+) -> PairChannel | None:
     """Answer a process that has connected: return the channel to it, or None if it asked only for a description.
 
     Args:
@@ -327,6 +343,7 @@ def answer_pair(sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, A
         seal: Signer of the job's messages.
         told: Description of this process in JSON values. Its entry ``name`` must be the name that the other process
             connects to.
+        heard: Called once the other process has shown that it has the job's secret. Default: nothing is called.
 
     Raises:
         PeerLost: The other process is not of this job, looks for another process, or has died.
@@ -337,11 +354,12 @@ def answer_pair(sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, A
             host = _own_address(sock)
             # The nonce comes first: whatever the caller sends has to be sealed with it, and cannot be a repetition.
             line.greet()
-            heard = line.hear()
-            if (name := heard.get("name")) not in (None, told["name"]):
+            words = line.hear()
+            heard()
+            if (name := words.get("name")) not in (None, told["name"]):
                 line.say({"refused": f"{told['name']} listens there now, and not {name}"})
                 raise PeerLost(f"{peer} looks for {name}.")
-            if (sizes := heard.get("sizes")) is None:
+            if (sizes := words.get("sizes")) is None:
                 line.say(told)
                 return None
             try:
@@ -374,11 +392,13 @@ def _called(host: str, port: int, seal: Seal, timeout_s: float, **words: Any) ->
 
     Yields the connection, this host's address, and the peer's description of itself.
     """
+    said = False
     try:
         line = PeerStoreConnection(socket.create_connection((host, port), timeout_s), _scoped(seal), timeout_s)
         try:
             line.hear_greeting()
             line.say(words)
+            said = True
             told = line.hear()
             if (why := told.get("refused")) is not None:
                 raise PeerLost(f"{shown(host, port)}: {why}.")
@@ -387,10 +407,9 @@ def _called(host: str, port: int, seal: Seal, timeout_s: float, **words: Any) ->
             line.close()
     except OSError as error:
         kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
-        raise kind(
-            f"nobody answers at {shown(host, port)} ({error}): see the log there; {SECRET} must be the same on all "
-            "hosts."
-        ) from error
+        # Only a peer that has heard this process may have ended the connection because of the secret.
+        secret = f"; {SECRET} must be the same on all hosts" if said and kind is PeerLost else ""
+        raise kind(f"nobody answers at {shown(host, port)} ({error}): see the log there{secret}.") from error
 
 
 def _formed(line: PeerStoreConnection, host: str, rank: int, timeout_s: float) -> TorchGroup:

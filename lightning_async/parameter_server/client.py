@@ -28,6 +28,8 @@ from lightning_async.comm.p2p import Dial, PeerChannel
 from lightning_async.errors import AsyncTrainingError, ChannelTimeout, Evicted, PeerLost, SettingsMismatch
 from lightning_async.parameter_server import consistency
 from lightning_async.parameter_server.consistency import stated_staleness
+from lightning_async.parameter_server.optimizers import ScalarRuns
+from lightning_async.parameter_server.partition import Spans
 
 _log = logging.getLogger(__name__)
 # Seconds between two attempts to connect to a server that does not answer.
@@ -131,14 +133,14 @@ class Client:
         The caller has written the field into the send buffer `gradients`. Call this before `start`, once for each
         field.
         """
-        self._ask_with_all({"do": "bring", "field": field})
+        self._ask_with_all({"do": "bring", "field": field}, [{}] * len(self._lines))
 
     def start(
         self,
         optimizer: str = "delta",
         arguments: Mapping[str, Any] | None = None,
         fields: Iterable[str] = (),
-        scalars: Mapping[str, float] | None = None,
+        scalars: Sequence[ScalarRuns] = (),
         staleness: str | StalenessPolicy | None = None,
         anew: bool = False,
         warmup_steps: int | None = None,
@@ -152,7 +154,7 @@ class Client:
                 weights.
             arguments: Arguments of the optimizer. Default: none.
             fields: Names of the optimizer state's fields that `bring` has sent. Default: none, the state is new.
-            scalars: Scalars of the optimizer's state. Default: none.
+            scalars: Scalars of the optimizer's state, for each server. Default: none.
             staleness: Staleness policy that the servers' `WorkerRules` must have. Default: None, any policy.
             anew: Whether servers that have weights replace them by the contents of `gradients`, too, and evict all
                 other workers. Default: False.
@@ -165,9 +167,9 @@ class Client:
         header = {
             "do": "initialise", "optimizer": optimizer, "arguments": dict(arguments or {}),
             "fingerprint": self._fingerprint, "staleness": stated_staleness(staleness), "fields": list(fields),
-            "scalars": dict(scalars or {}), "anew": anew, "warmup_steps": warmup_steps,
+            "anew": anew, "warmup_steps": warmup_steps,
         }  # fmt: skip
-        self._ask_with_all(header)
+        self._ask_with_all(header, [{"scalars": runs} for runs in scalars or [()] * len(self._lines)])
         for line in self._lines:
             line.began = True
         return self.pull()
@@ -196,6 +198,7 @@ class Client:
         sync_point: int = 0,
         call: bool = False,
         bases: Sequence[int] | None = None,
+        skips: Sequence[Spans] = (),
     ) -> ServerAnswer:
         """Push the contents of `gradients`, and pull; each server applies the push once, even if servers die meanwhile.
 
@@ -208,6 +211,8 @@ class Client:
             call: In the mode ``"sync"``, whether to set `ServerAnswer.called` for all workers in this round.
             bases: Version of each server's weights at which the push was computed. Default: the versions of the last
                 pull.
+            skips: For each server, the spans of parameters that have no gradient, where `gradients` is zero. The
+                optimizer does not step them, and their residual of compression stays. Default: none.
 
         Raises:
             ValueError: ``weight`` is below 0.
@@ -227,10 +232,11 @@ class Client:
             # A server that went back to a snapshot is at an earlier version than the gradient's.
             base = line.base if bases is None else min(line.base, bases[server])
             outgoing = line.dial.outgoing
+            without = skips[server] if skips else ()
             size = 0
             if weight:
-                size = self.feedback[server].encode_(outgoing) if self.feedback else outgoing.numel()
-            requests.append(({**header, "number": line.pushed + 1, "base": base}, size))
+                size = self.feedback[server].encode_(outgoing, without) if self.feedback else outgoing.numel()
+            requests.append(({**header, "number": line.pushed + 1, "base": base, "skips": without}, size))
         answer = self._answer(self._ask(requests), pulled=pull and not apart)
         if not apart:
             return answer
@@ -310,12 +316,13 @@ class Client:
         for line in self._lines:
             line.close(leave)
 
-    def _ask_with_all(self, header: Mapping[str, Any]) -> None:
-        """Send a request to all servers, with the contents of `gradients`, uncompressed."""
+    def _ask_with_all(self, header: Mapping[str, Any], more: Sequence[Mapping[str, Any]]) -> None:
+        """Send a request to all servers, with the contents of `gradients`, uncompressed; ``more`` is for each one."""
         for server, each in enumerate(self.feedback):
             # With compression, `gradients` is other memory than the channel's.
             _floats(self._lines[server].dial.outgoing).copy_(each.source)
-        self._ask([(header, line.dial.outgoing.numel()) for line in self._lines])
+        pairs = zip(self._lines, more, strict=True)
+        self._ask([({**header, **fields}, line.dial.outgoing.numel()) for line, fields in pairs])
 
     def _answer(self, replies: Sequence[Mapping[str, Any]], pulled: bool = True) -> ServerAnswer:
         versions = tuple(reply["version"] for reply in replies)
@@ -581,10 +588,18 @@ class PushResiduals:
         self.source = torch.zeros(numel)
         self.residual = torch.zeros(numel)
 
-    def encode_(self, memory: Tensor) -> int:
-        """Encode `source` plus the residual into the beginning of ``memory``, uint8; return the number of bytes."""
+    def encode_(self, memory: Tensor, skips: Spans = ()) -> int:
+        """Encode `source` plus the residual into the beginning of ``memory``, uint8; return the number of bytes.
+
+        In the spans ``skips`` zeros are sent, and the residual stays for a later push.
+        """
         size = self.message_bytes
+        kept = [self.residual[start:stop].clone() for start, stop in skips]
+        for start, stop in skips:
+            self.residual[start:stop].zero_()
         self._compression.encode_(memory[:size], self.source, self.residual)
+        for (start, stop), residual in zip(skips, kept, strict=True):
+            self.residual[start:stop].copy_(residual)
         return size
 
     @property

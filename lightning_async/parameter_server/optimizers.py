@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -26,6 +26,11 @@ Bank = Mapping[str, Tensor]
 """Arrays of a shard: ``params`` and the optimizer's fields, flat, fp32, of one size."""
 Scalars = dict[str, float]
 """An optimizer's state apart from its fields, such as ``step``; empty before the first step."""
+ScalarRuns = Sequence[tuple[int, Scalars]]
+"""The scalars of a shard's elements: for each run of elements with equal scalars, the index after its last element, and
+the scalars. They differ where parameters have had no gradient in some steps."""
+MOST_RUNS = 1000
+"""Largest number of runs of a shard."""
 
 _add_: Callable[..., None] = eager(ops.server_add_)
 _sgd_: Callable[..., None] = eager(ops.server_sgd_)
@@ -98,6 +103,17 @@ class ServerOptimizer(ABC):
         Returns:
             The optimizer's new scalars, such as its number of steps; they are the same for every piece.
         """
+
+    def skip(self, span: ShardSpan, scalars: Scalars) -> Scalars:
+        """Leave a piece of the shard as it is, because its parameters have no gradient; return its scalars.
+
+        As in `step`, ``span.new`` and the reply are filled.
+        """
+        for name, new in span.new.items():
+            new.copy_(span.old[name])
+        if span.reply is not None:
+            span.reply.copy_(span.old["params"])
+        return scalars
 
 
 class Delta(ServerOptimizer):
@@ -182,21 +198,30 @@ class DanaStep(ServerOptimizer):
         _dana_(*span.after(*names, "ahead"), span.reply, old, own, total, gradient, *how)
         return {"reach": rate * mu}
 
-    def without(self, old: Bank, new: Bank, momenta: Sequence[Tensor], scalars: Scalars) -> None:
+    def skip(self, span: ShardSpan, scalars: Scalars) -> Scalars:
+        super().skip(span, scalars)
+        span.new["ahead"].copy_(span.old["params"])  # no look ahead: a parameter without gradients will not move
+        return {**scalars, "reach": 0.0} if scalars else scalars
+
+    def without(self, old: Bank, new: Bank, momenta: Sequence[Tensor], runs: ScalarRuns) -> None:
         """Subtract the momenta of workers that are gone from the sum of momenta.
 
         Args:
             old: Arrays before; only read.
             new: Arrays after; all are written. Arrays that do not change are copied from ``old``.
             momenta: Momenta of the workers that are gone.
-            scalars: Scalars of the optimizer.
+            runs: Scalars of the optimizer.
         """
         # `ahead` follows from the other arrays, and is computed last.
         for name in old.keys() - {"ahead"}:
             new[name].copy_(old[name])
         for momentum in momenta:
             new["momentum_buffer"].sub_(momentum)
-        torch.sub(new["params"], new["momentum_buffer"], alpha=scalars.get("reach", 0.0), out=new["ahead"])
+        start = 0
+        for stop, scalars in runs:
+            params, momentum, ahead = (new[name][start:stop] for name in ("params", "momentum_buffer", "ahead"))
+            torch.sub(params, momentum, alpha=scalars.get("reach", 0.0), out=ahead)
+            start = stop
 
 
 @dataclass(frozen=True)
@@ -291,13 +316,35 @@ def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
     return None
 
 
-def begun(state: Mapping[str, Tensor] | None, scalars: Mapping[str, float] | None) -> Scalars:
-    """Return the scalars of an optimizer that starts from this state.
+class TooManyRuns(ValueError):
+    """An error: parameters without gradients split the optimizer's state into more parts than a server can record."""
 
-    If the state has any field, such as a momentum, the optimizer has taken at least one step before. A scalar then
-    records this, so that the optimizer uses the field and does not initialise it again.
+
+def begun(scalars: Scalars) -> Scalars:
+    """Return the scalars of parameters that have been stepped before.
+
+    One more scalar records this, so that the optimizer uses its fields and does not initialise them again.
     """
-    return {**({_BEGUN: 1.0} if state else {}), **(scalars or {})}
+    return {_BEGUN: 1.0, **scalars}
+
+
+def joined_runs(runs: Iterable[tuple[int, Scalars]]) -> list[tuple[int, Scalars]]:
+    """Join adjacent runs of elements with equal scalars; raise TooManyRuns if more than `MOST_RUNS` remain.
+
+    >>> joined_runs([(2, {"step": 1}), (5, {"step": 1}), (6, {})])
+    [(5, {'step': 1}), (6, {})]
+    """
+    found: list[tuple[int, Scalars]] = []
+    for stop, scalars in runs:
+        if found and found[-1][1] == scalars:
+            found.pop()
+        found.append((stop, scalars))
+    if len(found) > MOST_RUNS:
+        raise TooManyRuns(
+            f"parameters without gradients split the optimizer's state into {len(found)} parts, of {MOST_RUNS} at "
+            "most. Pass `update_on_server=False`: the optimizer is the worker's then."
+        )
+    return found
 
 
 class _Torch(ServerOptimizer):

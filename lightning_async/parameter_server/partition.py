@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -25,6 +25,8 @@ from lightning_async._checks import check_int
 TABLES = 8
 """Largest number of tables of a server; each table holds one group of parameters, which has settings of its own."""
 _BYTES = 4  # bytes of an element on a server: fp32
+Spans = Sequence[tuple[int, int]]
+"""Spans of a shard, each as the index of its first element and the index after its last one; sorted and disjoint."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,20 @@ class ServerPartition:
         """The number of elements of each server's shard."""
         return tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in self.pieces)
 
+    def spans_of(self, server: int, keys: Collection[int]) -> list[tuple[int, int]]:
+        """Return the spans of a server's shard that hold these keys; adjacent spans are joined.
+
+        >>> ServerPartition(("weight", "bias", "scale"), ((2, 3), (2,), (1,))).spans_of(0, {1, 2})
+        [(6, 9)]
+        """
+        found: list[tuple[int, int]] = []
+        for piece in self.pieces[server]:
+            if piece.key in keys:
+                joins = bool(found) and found[-1][1] == piece.offset
+                start = found.pop()[0] if joins else piece.offset
+                found.append((start, piece.offset + piece.stop - piece.start))
+        return found
+
     def fingerprint(self) -> str:
         """Return a text that is equal for all workers with the same plan."""
         return hashlib.sha256(json.dumps(self.plain()).encode()).hexdigest()[:16]
@@ -160,3 +176,22 @@ class ServerPartition:
                 f"server {server}: {size * _BYTES / 2**20:.1f} MiB, {len(pieces)} keys, {split} of them in part"
             )
         return "\n".join(lines)
+
+
+def common_spans(spans: Sequence[Spans]) -> list[tuple[int, int]]:
+    """Return the spans that are in all of these.
+
+    >>> common_spans([[(0, 4), (6, 8)], [(2, 7)]])
+    [(2, 4), (6, 7)]
+    """
+    edges = sorted((at, change) for each in spans for start, stop in each for at, change in ((start, 1), (stop, -1)))
+    found = []
+    depth = 0
+    since = 0
+    for at, change in edges:
+        depth += change
+        if change > 0 and depth == len(spans):
+            since = at
+        elif change < 0 and depth == len(spans) - 1:
+            found.append((since, at))
+    return found

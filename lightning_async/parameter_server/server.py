@@ -48,6 +48,8 @@ from lightning_async.parameter_server.consistency import (
     round_due,
     stated_staleness,
 )
+from lightning_async.parameter_server.optimizers import TooManyRuns
+from lightning_async.parameter_server.partition import Spans, common_spans
 from lightning_async.parameter_server.snapshots import GONE, RequestError, Shelf, Snapshots, memory_for
 from lightning_async.parameter_server.store import Store, said
 
@@ -172,6 +174,8 @@ class Server:
             self._sessions.record_request(worker, served=False)
             try:
                 return self._answer_now(worker, channel, header, size)
+            except TooManyRuns as error:
+                raise RequestError("settings", str(error)) from error
             finally:
                 self._sessions.record_request(worker)
 
@@ -216,7 +220,7 @@ class Server:
             kept = {} if self.snapshots is None else {"durable": reply["durable"], "lost": lost}
             return {**reply, "lags": {**self._store.lags, **kept}}, 0
         if do == "read":
-            reply = {**self._version(), "fields": self._transfer.fields, "scalars": dict(self._store.scalars)}
+            reply = {**self._version(), "fields": self._transfer.fields, "scalars": list(self._store.scalars)}
             return reply, self._transfer.read(channel, header["field"])
         raise RequestError("request", f"worker {worker!r} asks for {do!r}, which is nothing that a server does.")
 
@@ -233,7 +237,9 @@ class Server:
             # Asked after the wait above: the versions in step may have ended meanwhile.
             if in_step := self._in_step():
                 weight = header["weight"]
-                push = Push(number, weight, gradient, header["lr"], header["sync_point"], header["call"])
+                push = Push(
+                    number, weight, gradient, header["lr"], header["sync_point"], header["call"], header["skips"]
+                )
                 self._rounds.put(worker, push)
             elif gradient is not None:
                 filled = self._transfer.apply(worker, channel, gradient, header)
@@ -607,7 +613,9 @@ class RequestTransfer:
         lag = self._store.version - header["base"]
         target = self._target(channel) if header["pull"] else None
         with memory_for(worker, self._worker_rules):
-            there = self._store.push(worker, header["number"], values, lag, header["lr"], target, header["of"])
+            there = self._store.push(
+                worker, header["number"], values, lag, header["lr"], target, header["of"], header["skips"]
+            )
         return self._store.version if there else None
 
     def give(self, worker: str, channel: PeerChannel, header: Mapping[str, Any], there: bool = False) -> int:
@@ -671,6 +679,7 @@ class Push:
     lr: float | None
     sync_point: int
     call: bool
+    skips: Spans
 
 
 class SyncRounds:
@@ -719,7 +728,9 @@ class SyncRounds:
         called = any(push.call for push in pushes)
         if sum(push.weight for push in pushes) > 0.0:
             lr = next((p.lr for p in pushes if p.lr is not None), None)
-            self._store.apply(self._mean(pushes), numbers, lr, called)
+            # A parameter is stepped if any worker has a gradient for it.
+            skips = common_spans([push.skips for push in pushes if push.gradient is not None])
+            self._store.apply(self._mean(pushes), numbers, lr, called, skips)
         else:  # all pushes are empty
             self._store.count(numbers, called)
         self._waiting.clear()

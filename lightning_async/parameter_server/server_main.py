@@ -37,7 +37,9 @@ _LOOK_S = 1.0
 # The same, once the server ends as soon as no worker is connected.
 _SOON_S = 0.02
 _MAX_THREADS = 8  # more do not make the memory faster
-_CALLERS = 64  # largest number of connections that have sent no first message
+_CALLERS = 256  # largest number of connections that have sent no first message
+# Shortest time between two lines in the log about connections that were not answered.
+_NOTE_S = 60.0
 # Seconds after which a connection without a first message is closed.
 _GREETING_S = 20.0
 
@@ -102,8 +104,9 @@ def _end(server: ServerTables) -> None:
 class _Calls:
     """The connections to one listening socket. Each is answered on a thread of its own.
 
-    At most 64 connections may be without a first message, and each of them for 20 s at most, so that strangers do not
-    exhaust the threads.
+    At most 256 connections may be without a first message, and each of them for 20 s at most, so that strangers do not
+    exhaust the threads. A further connection takes the place of the one that has been silent longest: a worker speaks
+    at once. The log has a line a minute at most about connections that are not answered, with their number.
 
     Args:
         server: Tables of the server, which answer the requests.
@@ -117,13 +120,21 @@ class _Calls:
         self._about = about
         self._near = listener.family == socket.AF_UNIX
         self._greeting: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+        self._unanswered = 0
+        self._reason = ""
+        self._next_note = 0.0
         listener.setblocking(False)
 
     def see_to(self, ready: bool) -> None:
         """Accept a connection if one is ``ready``; close connections that have sent no first message for too long."""
         now = time.monotonic()
-        for sock, since in list(self._greeting.items()):
-            if now - since > _GREETING_S:
+        self._note_unanswered(now)
+        silent = list(self._greeting.items())
+        room = _CALLERS - ready
+        for number, (sock, since) in enumerate(silent):  # the oldest first
+            if now - since > _GREETING_S or number < len(silent) - room:
+                self._greeting.pop(sock, None)
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)  # ends the wait of the connection's thread
         if not ready:
@@ -131,10 +142,6 @@ class _Calls:
         try:
             sock, _ = self._listener.accept()
         except OSError:  # the caller has hung up already
-            return
-        # Strangers that connect and stay silent must not exhaust the threads.
-        if len(self._greeting) >= _CALLERS:
-            sock.close()
             return
         self._greeting[sock] = now
         threading.Thread(target=self._serve, args=(sock,), name="lightning_async worker", daemon=True).start()
@@ -144,12 +151,25 @@ class _Calls:
             if (channel := self._answer(sock)) is not None:
                 self._server.serve(channel)
         except PeerLost as error:
-            print(error, file=sys.stderr)
+            with self._lock:
+                self._unanswered += 1
+                self._reason = str(error)
         except BaseException:
             # A faulty server must not continue: the next one has the last whole version, and workers ask again.
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(_CRASHED)
+
+    def _note_unanswered(self, now: float) -> None:
+        """Write to the log how many connections were not answered since the last such line."""
+        if not self._unanswered or now < self._next_note:
+            return
+        with self._lock:
+            number = self._unanswered
+            self._unanswered = 0
+        self._next_note = now + _NOTE_S
+        more = f" And {number - 1} more connections were not answered." if number > 1 else ""
+        print(f"{self._reason}{more}", file=sys.stderr, flush=True)
 
     def _answer(self, sock: socket.socket) -> PeerChannel | None:
         try:
@@ -158,7 +178,9 @@ class _Calls:
             place = "an unknown place"
             with contextlib.suppress(OSError):
                 place = str(sock.getpeername()[0])
-            return answer_pair(sock, f"a worker at {place}", seal_of_servers(), self._about)
+            return answer_pair(
+                sock, f"a worker at {place}", seal_of_servers(), self._about, lambda: self._greeting.pop(sock, None)
+            )
         finally:
             self._greeting.pop(sock, None)
 

@@ -27,7 +27,7 @@ Arrays = dict[str, Tensor]
 WHOLE = slice(None)
 _PIECE = 1 << 19  # elements of a piece: small enough for the cache, large enough to outweigh the cost of a call
 _LARGE = 1 << 21  # elements from which a second thread is worth its start
-_SLOT = 1 << 16
+_SLOT = 1 << 18
 SIZE = 2 * _SLOT
 """Number of bytes of memory that a journal takes."""
 _HEAD = struct.Struct("<QI16s")

@@ -22,7 +22,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_async.algorithms.staleness import UNCORRECTED, StalenessPolicy, Weight, described, make_policy
-from lightning_async.parameter_server.optimizers import DanaStep, ServerOptimizer, begun, make_optimizer
+from lightning_async.parameter_server.optimizers import DanaStep, ScalarRuns, ServerOptimizer, make_optimizer
+from lightning_async.parameter_server.partition import Spans, common_spans
 from lightning_async.parameter_server.shared_memory import ROOM, SIZE, Arrays, Journal, SharedArrays, mapped
 from lightning_async.parameter_server.update import (
     AHEAD,
@@ -43,7 +44,7 @@ BOTH = 2
 LOST_LIVES = 1 << 32
 """Number of lives (ids of workers' processes) that a restore skips: a server may have given them after the snapshot."""
 _WORKER_BYTES = 214  # size of a worker's entry in the journal, without its name
-_GROWTH_BYTES = 2048  # by which the rest of the record may grow
+_GROWTH_BYTES = 140_000  # by which the rest of the record may grow, with `MOST_RUNS` of scalars and as many spans
 
 Record = Mapping[str, Any]
 """The state that a store remembers in addition to its arrays.
@@ -121,7 +122,7 @@ class Store:
         return self.record["incarnation"]
 
     @property
-    def scalars(self) -> Mapping[str, float]:
+    def scalars(self) -> ScalarRuns:
         return self.record["scalars"]
 
     @property
@@ -147,7 +148,7 @@ class Store:
         fingerprint: str = "",
         policy: StalenessPolicy = UNCORRECTED,
         state: Mapping[str, Tensor] | None = None,
-        scalars: Mapping[str, float] | None = None,
+        scalars: ScalarRuns = (),
     ) -> None:
         """Begin with these weights, as version 0.
 
@@ -159,7 +160,7 @@ class Store:
             policy: Staleness policy.
             state: Fields of the optimizer's state. Momenta that are kept for each worker always begin at zero. Default:
                 None, the state is new.
-            scalars: Scalars of the optimizer's state. Default: None, no scalars.
+            scalars: Scalars of the optimizer's state. Default: none.
 
         Raises:
             ValueError: There are weights already; or the optimizer is unknown, does not fit the policy, or has no field
@@ -171,7 +172,8 @@ class Store:
             "staleness": described(policy),
         }  # fmt: skip
         record = {
-            **self.record, "version": 0, "bank": 0, "scalars": begun(state, scalars), "contents": contents,
+            **self.record, "version": 0, "bank": 0, "contents": contents,
+            "scalars": scalars or [(params.numel(), {})],
             "means": (0.0, 0) * 2, "lags": {"counts": {}, "dropped": 0}, "gathered": 0, "buffer": 0,
             "incarnation": secrets.token_hex(8),
         }  # fmt: skip
@@ -203,7 +205,7 @@ class Store:
 
     def push(
         self, worker: str, number: int, gradient: Tensor, lag: int, lr: float | None = None,
-        reply: Tensor | None = None, spare: bool = False,
+        reply: Tensor | None = None, spare: bool = False, skips: Spans = (),
     ) -> bool:  # fmt: skip
         """Apply one worker's push, as the staleness policy decides; return whether ``reply`` was filled.
 
@@ -217,9 +219,12 @@ class Store:
                 in the same pass. Default: None.
             spare: Whether the gradient was computed at the weights in the second of the worker's two places for pulled
                 weights, see `ShardArrays`. Default: False.
+            skips: Spans of parameters without a gradient, which stay as they are, and where the gradient is zero.
+                Default: none.
 
         Raises:
             OSError: There is no memory for the worker's own arrays.
+            TooManyRuns: Parameters without gradients split the optimizer's state into too many parts.
         """
         policy = self._policy
         updates = self._updates()
@@ -232,12 +237,14 @@ class Store:
         weight = updates.weigh(before, gradient, lag)
         means = before.means.with_lag(lag, policy.decay)
         changes: dict[str, Any] = {"lags": counted(self.record["lags"], lag, dropped=weight is None), "means": means}
+        if before.gathered:
+            skips = common_spans([self.record["skips"], skips])
         if weight is not None and before.gathered + 1 < policy.buffer_size:
             updates.gather(before, gradient, weight)
-            changes.update(gathered=before.gathered + 1, buffer=1 - self.record["buffer"])
+            changes.update(gathered=before.gathered + 1, buffer=1 - self.record["buffer"], skips=skips)
             reply = None
         elif weight is not None:
-            scalars, means = updates.step(before._replace(means=means), gradient, weight, lr, reply=reply)
+            scalars, means = updates.step(before._replace(means=means), gradient, weight, lr, reply=reply, skips=skips)
             changes.update(self._stepped(scalars), means=means, gathered=0)
         applied = {"lag": lag, "dropped": weight is None}
         # A dropped push has filled no bank.
@@ -247,7 +254,10 @@ class Store:
         self._held.commit({**self.record, **changes, "workers": workers})
         return weight is not None and reply is not None
 
-    def apply(self, gradient: Tensor, pushes: Mapping[str, int], lr: float | None = None, called: bool = False) -> int:
+    def apply(
+        self, gradient: Tensor, pushes: Mapping[str, int], lr: float | None = None, called: bool = False,
+        skips: Spans = (),
+    ) -> int:  # fmt: skip
         """Apply the mean gradient of several workers' pushes; return the version afterwards.
 
         A gradient that is not finite changes nothing, but its pushes are counted.
@@ -257,12 +267,13 @@ class Store:
             pushes: Number of the push, by the name of the worker that made it.
             lr: Learning rate in place of the optimizer's own. Default: None, the optimizer's own.
             called: Whether one of the workers has pushed with ``call=True``, see `Client.push`.
+            skips: Spans of parameters for which no worker has a gradient, see `push`.
         """
         updates = self._updates()
         changes = dict[str, Any]()
         # Each worker's push counts in any case, so that all of them continue with the next number.
         if updates.is_finite(gradient):
-            scalars, means = updates.step(self._held.before(), gradient, Weight(), lr, late=False)
+            scalars, means = updates.step(self._held.before(), gradient, Weight(), lr, late=False, skips=skips)
             changes = {**self._stepped(scalars), "means": means}
         workers = with_pushes(self.known, pushes, {"lag": 0, "dropped": not changes, "called": called})
         self._held.commit({**self.record, **changes, "workers": workers})
@@ -316,7 +327,7 @@ class Store:
         if gone and isinstance(self._optimizer, DanaStep):
             momenta = [self._held.shard.slot(slot)[bank][MOMENTUM] for slot, bank in gone.items()]
             before = self._held.before()
-            self._optimizer.without(before.old, before.new, momenta, before.scalars)
+            self._optimizer.without(before.old, before.new, momenta, before.runs)
             record["bank"] = 1 - record["bank"]
         self._held.commit(record)
         if gone:
@@ -343,7 +354,7 @@ class Store:
         assert self._optimizer is not None, "the store has no weights"
         return ShardUpdates(self._policy, self._optimizer, self._held.shard.share_out)
 
-    def _stepped(self, scalars: Mapping[str, float]) -> dict[str, Any]:
+    def _stepped(self, scalars: ScalarRuns) -> dict[str, Any]:
         return {"version": self.version + 1, "bank": 1 - self.record["bank"], "scalars": scalars}
 
     def _map(self, record: Mapping[str, Any], known: bool = False) -> None:
@@ -453,9 +464,8 @@ class ShardArrays:
         if BUFFER in old:
             old[BUFFER] = banks[buffer][BUFFER]
             new[BUFFER] = banks[1 - buffer][BUFFER]
-        scalars = dict(self.record["scalars"])
         means = Means(*self.record["means"])
-        return StateBeforePush(old, new, scalars, means, self.record["gathered"])
+        return StateBeforePush(old, new, self.record["scalars"], means, self.record["gathered"])
 
     def own(self, worker: str, spare: bool = False) -> tuple[Arrays, Arrays]:
         """Return the two copies of the arrays that the shard keeps for one worker, until the worker is forgotten.

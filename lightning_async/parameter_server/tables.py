@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,9 +19,9 @@ from torch.optim import Optimizer
 
 from lightning_async.parameter_server.client import ServerAnswer
 from lightning_async.parameter_server.metrics import PushTotals
-from lightning_async.parameter_server.optimizers import make_optimizer
+from lightning_async.parameter_server.optimizers import Scalars, begun, make_optimizer
 from lightning_async.parameter_server.partition import TABLES
-from lightning_async.parameter_server.worker import Send, Worker
+from lightning_async.parameter_server.worker import OptimizerState, Send, Worker
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # arguments that do not change results
 _OF_SERVERS = {"begun", "reach"}  # scalars of servers' optimizers that torch does not have
@@ -281,11 +282,64 @@ def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Seq
     return rates
 
 
+class HeldState(defaultdict[Any, Any]):
+    """The state of an optimizer that servers hold, as it was fetched last. Users' changes of it raise an error.
+
+    During training, it replaces the attribute ``state`` of the optimizer.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(dict, optimizer.state)
+        self._optimizer = optimizer
+        self._fetched = self._marks()
+        optimizer.state = self
+
+    def release(self) -> None:
+        """Give the optimizer a plain state again, unless another one was loaded."""
+        if self._optimizer.state is self:
+            self._optimizer.state = defaultdict(dict, self)
+
+    def drop(self) -> None:
+        """Empty the state, which was fetched for a moment only."""
+        dict.clear(self)
+        self.mark_fetched()
+
+    def mark_fetched(self) -> None:
+        """Record that the state is as it was fetched, so that `check_unchanged` finds later changes."""
+        self._fetched = self._marks()
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if other code has replaced the state or its tensors, or changed these in place."""
+        if self._optimizer.state is not self or self._marks() != self._fetched:
+            self._refuse()
+
+    def _marks(self) -> list[tuple[int, int]]:
+        tensors = (value for state in self.values() for value in state.values() if isinstance(value, Tensor))
+        return [(id(tensor), tensor._version) for tensor in tensors]
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())  # copies are plain
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"The state of {type(self._optimizer).__name__} was changed in training (reset, replaced or written to). "
+            "Servers hold it and would not hear of it. Use `ParameterServerStrategy(update_on_server=False)`: the "
+            "optimizer is the worker's then."
+        )
+
+    __setitem__ = __delitem__ = __missing__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]
+
+
 def refuse_groups(param_group: Mapping[str, Any]) -> None:
     """Raise ValueError. During training, this function replaces an optimizer's ``add_param_group``."""
     raise ValueError(
         "`add_param_group` in training: parameter servers have those parameters that optimizers have as training "
-        "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`)."
+        "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`): servers do not step "
+        "a parameter without a gradient."
     )
 
 
@@ -327,34 +381,38 @@ def keys_of(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str,
     return found
 
 
-def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, list[Tensor | None]], dict[str, float]]:
-    """Return an optimizer's state for servers: fields, with one tensor for each parameter, and scalars."""
-    states = [optimizer.state.get(p, {}) for p in params]
+def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> OptimizerState:
+    """Return an optimizer's state for servers."""
     fields: dict[str, list[Tensor | None]] = {}
-    scalars: dict[str, float] = {}
-    for name in {key for state in states for key in state}:
-        values = [state.get(name) for state in states]
-        first = next(value for value in values if value is not None)
-        if isinstance(first, Tensor) and (first.dim() or first.numel() != 1):
-            fields[name] = values
-        else:
-            scalars[name] = max(float(value) for value in values if value is not None)
-    return dict(sorted(fields.items())), dict(sorted(scalars.items()))
+    scalars: list[Scalars] = []
+    for number, p in enumerate(params):
+        values = {name: value for name, value in optimizer.state.get(p, {}).items() if value is not None}
+        plain = {}
+        for name, value in sorted(values.items()):
+            if isinstance(value, Tensor) and (value.dim() or value.numel() != 1):
+                fields.setdefault(name, [None] * len(params))[number] = value
+            else:
+                plain[name] = float(value)
+        scalars.append(begun(plain) if values else {})  # a parameter that was never stepped has no state
+    return dict(sorted(fields.items())), scalars
 
 
 def fill_state(optimizer: Optimizer, worker: Worker) -> None:
     """Copy the servers' optimizer state of a worker's parameters into torch's optimizer."""
-    reply, _ = worker.read("params")
-    # Before the first step, torch's optimizers have no state either.
-    begun = reply["version"] or reply["scalars"]
-    scalars = {key: torch.tensor(float(value)) for key, value in reply["scalars"].items() if key not in _OF_SERVERS}
-    fields = {name: worker.read(name)[1] for name in reply["fields"] if name != "params"} if begun else {}
-    for number, p in enumerate(worker.params):
+    replies, _ = worker.read("params")
+    fields = {name: worker.read(name)[1] for name in replies[0]["fields"] if name != "params"}
+    for number, (p, of_servers) in enumerate(zip(worker.params, worker.scalars_of(replies), strict=True)):
+        scalars = {name: torch.tensor(float(value)) for name, value in of_servers.items() if name not in _OF_SERVERS}
         found = {name: tensors[number].to(p.device) for name, tensors in fields.items()}
+        # Before a parameter's first step, torch's optimizers have no state of it either.
+        if not (of_servers or any(bool(tensor.any()) for tensor in found.values())):
+            continue
         if p.is_complex():  # servers hold pairs of real numbers, torch's state is complex
             found = {name: torch.view_as_complex(tensor) for name, tensor in found.items()}
         if found or scalars:
-            optimizer.state[p] = {**{key: value.clone() for key, value in scalars.items()}, **found}
+            dict.__setitem__(optimizer.state, p, {**scalars, **found})  # a `HeldState` refuses others' changes
+    if isinstance(optimizer.state, HeldState):
+        optimizer.state.mark_fetched()
 
 
 def _plain(value: Any) -> Any:

@@ -4,8 +4,10 @@
     weigh      the policy gives the push a weight, or drops it
     correct    the policy changes the gradient, in a copy of each piece
     gather     add the push to a buffer, until the buffer has as many pushes as the policy wants
+    cut        split the shard where parameters have no gradient, and where the optimizer's scalars differ
     step       take an optimizer step, which reads one of the two banks (copies of the arrays) and writes the other
-               one; then predict the weights that workers pull, if the policy wants it
+               one, and leave out parameters without a gradient; then predict the weights that workers pull, if the
+               policy wants it
 
 `ShardUpdates` does all of them, on a shard's pieces.
 """
@@ -13,8 +15,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +27,17 @@ from torch import Tensor
 from lightning_async import ops
 from lightning_async.algorithms.staleness import PushFacts, StalenessPolicy, Weight
 from lightning_async.ops.flat_ops import eager
-from lightning_async.parameter_server.optimizers import Bank, Scalars, ServerOptimizer, ServerRates, ShardSpan
-from lightning_async.parameter_server.shared_memory import piece_of
+from lightning_async.parameter_server.optimizers import (
+    Bank,
+    ScalarRuns,
+    Scalars,
+    ServerOptimizer,
+    ServerRates,
+    ShardSpan,
+    joined_runs,
+)
+from lightning_async.parameter_server.partition import Spans
+from lightning_async.parameter_server.shared_memory import WHOLE, piece_of
 
 _accumulate_ = eager(ops.accumulate_)
 AHEAD = "ahead"
@@ -75,14 +88,14 @@ class StateBeforePush(NamedTuple):
     Args:
         old: The arrays to read: the shard's valid bank, and the arrays that the shard keeps for this worker.
         new: The arrays to write: the other bank, and the second copy of the worker's arrays.
-        scalars: Scalars of the optimizer.
+        runs: Scalars of the optimizer.
         means: Running means of the lag and of the norm of updates.
         gathered: Number of pushes in the buffer of pushes that are applied together.
     """
 
     old: Bank
     new: Bank
-    scalars: Scalars
+    runs: ScalarRuns
     means: Means
     gathered: int
 
@@ -141,7 +154,8 @@ class ShardUpdates:
         lr: float | None,
         late: bool = True,
         reply: Tensor | None = None,
-    ) -> tuple[Scalars, Means]:
+        skips: Spans = (),
+    ) -> tuple[ScalarRuns, Means]:
         """Take an optimizer step: read the arrays ``before.old``, and write the arrays ``before.new``.
 
         Args:
@@ -152,6 +166,7 @@ class ShardUpdates:
             late: Whether the gradient is one worker's push, to which the staleness policy applies. False: it is the
                 mean of several workers' pushes. Default: True.
             reply: Memory to fill with the weights that workers pull. Default: None, the weights are not wanted.
+            skips: Spans of parameters without a gradient, which the step leaves as they are. Default: none.
 
         Returns:
             The optimizer's new scalars, and the running means after this update.
@@ -165,8 +180,10 @@ class ShardUpdates:
         # This push is the last one of the buffer.
         count = before.gathered + 1
         whole = gradient.numel()
+        cuts = _cut(before.runs, skips)
+        stops = [cut.stop for cut in cuts]
 
-        def step(here: slice) -> tuple[Scalars, float]:
+        def step(here: slice) -> tuple[dict[int, Scalars], float]:
             piece = self._adjusted(before, gradient, here) if late else piece_of(gradient, here)
             if policy.buffer_size > 1 and late:
                 mean = torch.zeros_like(piece_of(new["params"], here))
@@ -177,8 +194,18 @@ class ShardUpdates:
             was = _at(old, names, here)
             now = _at(new, names, here)
             shown = None if reply is None else piece_of(reply, here)
-            span = ShardSpan(was, now, piece, None if policy.predicts else shown, whole)
-            scalars = self.optimizer.step(span, dict(before.scalars), rates)
+            scalars: dict[int, Scalars] = {}
+            for number, part in _parts(stops, here):
+                cut = cuts[number]
+                pulled = None if policy.predicts or shown is None else piece_of(shown, part)
+                span = ShardSpan(_at(was, names, part), _at(now, names, part), piece_of(piece, part), pulled, whole)
+                if cut.skipped:
+                    scalars[number] = self.optimizer.skip(span, cut.scalars)
+                else:
+                    scalars[number] = self.optimizer.step(span, dict(cut.scalars), rates)
+                # Only one worker's gradient changes the policy's state.
+                for name in policy.fields if cut.skipped or not late else ():
+                    piece_of(piece_of(new[name], here), part).copy_(piece_of(piece_of(old[name], here), part))
             length = _square(now["params"] - was["params"]) if "moved" in policy.measures else 0.0
             # Workers of such a policy pull predicted weights, in place of the new ones.
             if policy.predicts:
@@ -192,7 +219,8 @@ class ShardUpdates:
         means = before.means
         if "moved" in policy.measures:
             means = means.with_step(_norm([length for _, length in done]), policy.decay)
-        return done[0][0], means
+        scalars = {number: of_cut for of_piece, _ in done for number, of_cut in of_piece.items()}
+        return joined_runs((cut.stop, scalars[number]) for number, cut in enumerate(cuts)) or before.runs, means
 
     def _adjusted(self, before: StateBeforePush, gradient: Tensor, here: slice) -> Tensor:
         policy = self.policy
@@ -227,6 +255,41 @@ def own_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
 def kept_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
     """Return the names of the arrays in which the policy keeps the weights that each worker has pulled."""
     return (PULLED,) if policy.adjusts or "moved" in policy.measures else ()
+
+
+class _Cut(NamedTuple):
+    """A run of a shard's elements that are all stepped or all skipped, and have the same scalars."""
+
+    stop: int
+    scalars: Scalars
+    skipped: bool
+
+
+def _cut(runs: ScalarRuns, skips: Spans) -> list[_Cut]:
+    """Split a shard at the ends of its runs of scalars, and at the ends of the spans that a step skips.
+
+    >>> [(cut.stop, cut.skipped) for cut in _cut([(4, {}), (9, {"step": 1})], [(2, 5)])]
+    [(2, False), (4, True), (5, True), (9, False)]
+    """
+    stops = [stop for stop, _ in runs]
+    starts = [start for start, _ in skips]
+    found = []
+    for start, stop in pairwise(sorted({0, *stops, *starts, *(stop for _, stop in skips)})):
+        number = bisect_right(starts, start) - 1
+        found.append(_Cut(stop, runs[bisect_left(stops, stop)][1], number >= 0 and start < skips[number][1]))
+    return found
+
+
+def _parts(stops: Sequence[int], here: slice) -> Iterator[tuple[int, slice]]:
+    """Yield the index of each cut that has elements in a piece of the shard, and the slice of the piece with them."""
+    first, last, _ = here.indices(stops[-1] if stops else 0)
+    at = first
+    for number in range(bisect_right(stops, first), len(stops)):
+        if at == last:
+            return
+        stop = min(last, stops[number])
+        yield number, WHOLE if (at, stop) == (first, last) else slice(at - first, stop - first)
+        at = stop
 
 
 def _at(bank: Bank, names: tuple[str, ...], here: slice) -> Mapping[str, Tensor]:

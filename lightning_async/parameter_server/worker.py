@@ -8,6 +8,7 @@ optimizer.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -20,12 +21,15 @@ from lightning_async.engine.backward import Backward, LayoutSpan
 from lightning_async.engine.fingerprint import real, strided
 from lightning_async.flat import FlatLayout
 from lightning_async.parameter_server.client import Client, ServerAnswer
+from lightning_async.parameter_server.optimizers import Scalars, joined_runs
 from lightning_async.parameter_server.partition import ServerPartition
 
 Send = Callable[[Callable[[], Any]], Any]
 """A function that runs its argument, a request to servers, on another thread; requests run one after another."""
 Parts = list[tuple[slice, Tensor]]
 """Slices of a flat parameter, each with the view of a shard that holds these elements."""
+OptimizerState = tuple[Mapping[str, Sequence[Tensor | None]], Sequence[Scalars]]
+"""State of an optimizer: its fields by name, each with a tensor for each parameter; and each parameter's scalars."""
 
 
 class Worker:
@@ -57,6 +61,7 @@ class Worker:
         self._taken: tuple[int, ...] | None = None
         self._at: tuple[int, ...] | None = None
         self._bases: tuple[int, ...] | None = None
+        self._skips: list[list[tuple[int, int]]] = []
         self.in_step = False
         """Whether the next update combines one push of each worker, as the last answer says."""
 
@@ -64,7 +69,7 @@ class Worker:
         self,
         optimizer: str,
         arguments: Mapping[str, Any],
-        state: tuple[Mapping[str, Sequence[Tensor | None]], Mapping[str, float]] = ({}, {}),
+        state: OptimizerState = ({}, ()),
         **how: Any,
     ) -> None:
         """Join the servers and pull the weights, see `Client.start`. Servers that have no weights take the parameters.
@@ -72,8 +77,7 @@ class Worker:
         Args:
             optimizer: Name of the servers' optimizer.
             arguments: Arguments of the optimizer.
-            state: State of the optimizer: first its fields, by name, each with a tensor for each parameter; then its
-                scalars. Default: none, the state is new.
+            state: State of the optimizer. Default: none, the state is new.
             **how: Other arguments of `Client.start`.
         """
         fields, scalars = state
@@ -81,7 +85,11 @@ class Worker:
             self._fill(tensors)
             self.client.bring(name)
         self._fill([p.detach() for p in self.params])
-        self._took(self.client.start(optimizer, arguments, fields, scalars, **how))
+        runs = [
+            joined_runs((piece.offset + piece.stop - piece.start, scalars[piece.key]) for piece in pieces)
+            for pieces in (self.plan.pieces if scalars else ())
+        ]
+        self._took(self.client.start(optimizer, arguments, fields, runs, **how))
         self.take_()
 
     def close(self) -> None:
@@ -103,13 +111,16 @@ class Worker:
         self._at = self._taken
 
     def fill_gradients(self) -> None:
-        """Copy the gradients into the next push. Parameters without a gradient get zeros."""
+        """Copy the gradients into the next push. Parameters without a gradient get zeros, and will not be stepped."""
         self._bases = self._at
         self._at = None
         if self.ahead.under_way:
             self.ahead.finish()
         else:
             self._put_gradients(range(len(self.params)))
+        without = {number for number, p in enumerate(self.params) if p.grad is None}
+        servers = range(self.plan.num_servers if without else 0)
+        self._skips = [self.plan.spans_of(server, without) for server in servers]
 
     @property
     def is_finite(self) -> bool:
@@ -120,6 +131,7 @@ class Worker:
         """Write the change of the parameters since the last `take_` into the next push."""
         # A change is computed from the weights of the last pull, which is the client's default.
         self._bases = None
+        self._skips = []
         self._fill([p.detach() for p in self.params])
         for outgoing, base in zip(self.client.gradients, self.client.weights, strict=True):
             outgoing.sub_(base)
@@ -141,7 +153,7 @@ class Worker:
 
     def push(self, **how: Any) -> ServerAnswer:
         """Make a push, see `Client.push`, and record the versions of the weights that it pulls."""
-        answer = self.client.push(**how, bases=self._bases)
+        answer = self.client.push(**how, bases=self._bases, skips=self._skips)
         # A push without a pull leaves the memory of pulled weights as it is.
         self.pulled = how.get("pull", True)
         if self.pulled:
@@ -188,14 +200,23 @@ class Worker:
             torch._foreach_copy_([pieces[number] for number in half], [into[number] for number in half])
         self._written.end("pulled")
 
-    def read(self, field: str) -> tuple[dict[str, Any], list[Tensor]]:
+    def read(self, field: str) -> tuple[tuple[dict[str, Any], ...], list[Tensor]]:
         """Read a field of the optimizer's state from the servers, over the pulled weights in the client's memory.
 
-        Returns the reply of the first server, and the field as an fp32 tensor for each parameter.
+        Returns the reply of each server, and the field as an fp32 tensor for each parameter.
         """
         self._written.base = "gone"  # the field overwrites the memory of pulled weights
-        reply, *_ = self.client.read(field)
-        return reply, self._whole(self.client.weights)
+        replies = self.client.read(field)
+        return replies, self._whole(self.client.weights)
+
+    def scalars_of(self, replies: Sequence[Mapping[str, Any]]) -> list[Scalars]:
+        """Return the scalars of the servers' optimizer for each parameter, from the replies to `read`."""
+        found: list[Scalars] = [{} for _ in self.params]
+        for pieces, reply in zip(self.plan.pieces, replies, strict=True):
+            stops = [stop for stop, _ in reply["scalars"]]
+            for piece in pieces:
+                found[piece.key] = reply["scalars"][bisect_right(stops, piece.offset)][1]
+        return found
 
     def carried_residual(self) -> dict[str, Tensor]:
         """Return a copy of the residual of compression, fp32, by parameter name; empty without compression."""

@@ -283,7 +283,7 @@ class ServerHandle:
         if first:  # rank 0 gives the servers its weights, and the optimizers' state of a checkpoint
             for group, worker in zip(self.groups, workers, strict=True):
                 served = service.update_on_server
-                state: Any = state_of(optimizers[group.optimizer], worker.params) if served else ({}, {})
+                state: Any = state_of(optimizers[group.optimizer], worker.params) if served else ({}, ())
                 left = self._warmup_steps if self.brings else None
                 how: Any = {"anew": self.brings, "warmup_steps": left}
                 worker.start(group.name, group.arguments, state, staleness=service.staleness, **how)

@@ -27,7 +27,7 @@ from lightning_async.errors import AsyncTrainingError
 from lightning_async.parameter_server.discovery import Agreement
 from lightning_async.parameter_server.metrics import PushTotals
 from lightning_async.parameter_server.store import in_words
-from lightning_async.parameter_server.tables import ParameterGroups, rates_of, refuse_groups
+from lightning_async.parameter_server.tables import HeldState, ParameterGroups, rates_of, refuse_groups
 from lightning_async.strategies.local_steps import StepBatches, learning_rate
 from lightning_async.trainer.namespace import (
     Undo,
@@ -291,10 +291,13 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._undo: list[Undo] = [
             override_for_users(swa, "on_train_epoch_start", partial(self._start_epoch, swa)) for swa in swas
         ]
+        self._held: list[HeldState] = []
         for optimizer in strategy.optimizers:
             self._undo.append(set_for_now(optimizer, "add_param_group", refuse_groups))
             if strategy.update_on_server:
-                step = self._step_of(optimizer)
+                self._held.append(HeldState(optimizer))
+                self._undo.append(self._held[-1].release)
+                step = self._step_of(optimizer, self._held[-1])
                 led = strategy.own_steps.led(optimizer, step)
                 self._undo.append(set_for_now(optimizer, "step", led))
             else:
@@ -345,8 +348,8 @@ class PushSteps(StepRunner, SyncPointParticipant):
         finally:
             self._states_are_here = False
             if not self._strategy.is_global_zero:
-                for optimizer in optimizers:
-                    optimizer.state.clear()
+                for held in self._held:
+                    held.drop()
 
     def _fetch_state(self, optimizer: Optimizer) -> None:
         self._finish()
@@ -449,7 +452,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         number = self._strategy.optimizers.index(optimizer)
         return [table for table, group in enumerate(self._strategy.handle.groups) if group.optimizer == number]
 
-    def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def _step_of(self, optimizer: Optimizer, held: HeldState) -> Callable[..., Any]:
         """Return the function that replaces an optimizer's ``step``: it pushes the gradients."""
         groups = self._strategy.handle.groups
         tables = self._tables_of(optimizer)
@@ -459,6 +462,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
             loss = None if closure is None else closure()
             self._batches.see()
             self._looks += 1
+            held.check_unchanged()
             self._refuse(self.tables.written(self._requests.under_way, every=self._looks <= _ALWAYS))
             self._finish()
             self.tables.fill_gradients(tables)

@@ -57,6 +57,22 @@ def test_what_arrived_and_what_is_yet_to_come_is_what_was_pushed(
 
 
 @every_kind
+def test_the_residual_of_what_has_no_gradient_stays(compression: Any) -> None:
+    feedback, memory, out = PushResiduals(compression, N), room(compression, N), torch.empty(N)
+    feedback.source.copy_(fill(N, 1))
+    feedback.encode_(memory)
+    before = feedback.residual.clone()
+    assert before[40:300].any()
+    feedback.source.copy_(fill(N, 2))
+    feedback.source[40:300] = 0.0
+    compression.decode_(out, memory[: feedback.encode_(memory, [(40, 300)])])
+    assert torch.equal(feedback.residual[40:300], before[40:300])
+    assert not out[40:300].any()
+    expected = (before + fill(N, 2))[300:]
+    torch.testing.assert_close((out + feedback.residual)[300:], expected, rtol=0, atol=1e-5)
+
+
+@every_kind
 def test_what_is_no_number_is_told_and_does_not_stay(compression: Any) -> None:
     feedback, memory, out = PushResiduals(compression, N), room(compression, N), torch.empty(N)
     for value in (math.inf, -math.inf, math.nan):
@@ -140,7 +156,7 @@ def test_weights_begin_as_they_are(compression: Any) -> None:
         client.gradients[0].copy_(fill(N, 3))
         client.bring("exp_avg")
         client.gradients[0].copy_(fill(N, 4))
-        client.start("Adam", {"lr": 0.1}, ["exp_avg"], {"step": 1.0})
+        client.start("Adam", {"lr": 0.1}, ["exp_avg"], [[(N, {"step": 1.0})]])
         assert torch.equal(client.weights[0], fill(N, 4))
         client.read("exp_avg")
         assert torch.equal(client.weights[0], fill(N, 3))
@@ -252,6 +268,7 @@ def test_a_push_that_is_not_what_it_says_is_refused() -> None:
         client = joined(server, "a", Int8())
         line = client._lines[0]  # pyright: ignore[reportPrivateUsage]
         header = {"do": "push", "lr": None, "weight": 1.0, "pull": False, "sync_point": 0, "number": 1, "base": 0}
+        header["skips"] = ()
         for compression, size in ((["int8", {}], 4), (["2bit", {"threshold": 0}], 175), (["zip", {}], 8), (None, 8)):
             line.ask({**header, "compression": compression}, size)
             with pytest.raises(SettingsMismatch, match=r"has 4 bytes, and is|must be > 0|none of|has 8 bytes, and is"):

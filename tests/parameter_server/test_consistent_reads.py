@@ -45,7 +45,7 @@ def fill(client: Client, values: list[float]) -> None:
 def half(client: Client, server: int) -> None:
     """A push, of which one server only is told."""
     line = client._lines[server]  # pyright: ignore[reportPrivateUsage]
-    header = {"do": "push", "compression": None, "lr": None, "weight": 1.0, "pull": False, "sync_point": 0}
+    header = {"do": "push", "compression": None, "lr": None, "weight": 1.0, "pull": False, "sync_point": 0, "skips": ()}
     line.ask({**header, "number": line.pushed + 1, "base": line.base}, 4 * N)
     line.reply(time.monotonic() + FOREVER_S)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+from collections import defaultdict
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_async.comm.p2p import ShmDial
 from lightning_async.parameter_server.client import Client
-from lightning_async.parameter_server.tables import fill_state, state_of
+from lightning_async.parameter_server.tables import HeldState, fill_state, state_of
 from lightning_async.parameter_server.worker import Worker, plan_of
 from tests.parameter_server.running import Running, running
 from tests.parameter_server.test_server import on_threads
@@ -118,6 +120,42 @@ def test_weights_and_state_are_equal_to_the_bit_and_go_on_so(
             worker.close()
 
 
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "RMSprop", "SGD"])
+def test_steps_of_each_parameter_go_to_other_servers_and_back(name: str):
+    """One parameter has a gradient in all steps, one in every other one, and one in none before the move."""
+    kind: Any = getattr(torch.optim, name)
+    arguments: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, **({"momentum": 0.9} if name == "SGD" else {})}
+    alone, named = params(), params()
+    torchs = kind(list(alone.values()), **arguments)
+    with ExitStack() as opened:
+        worker = joined([opened.enter_context(running()) for _ in range(2)], named)
+        worker.start(name, arguments)
+        for step in range(8):
+            if step == 5:
+                saved = held(worker, kind(worker.params, **arguments))
+                worker.close()
+                assert saved["optimizer"]["state"].keys() == torchs.state_dict()["state"].keys() == {0, 1}
+                optimizer = kind(worker.params, **arguments)
+                optimizer.load_state_dict(saved["optimizer"])
+                worker = joined([opened.enter_context(running()) for _ in range(3)], named)
+                worker.start(name, arguments, state_of(optimizer, worker.params))
+            generator = torch.Generator().manual_seed(step)
+            used = {"large": True, "small": step % 2 == 0, "none": step > 5}
+            for key, p in alone.items():
+                p.grad = torch.randn(p.shape, generator=generator) if used[key] else None
+                named[key].grad = p.grad
+            torchs.step()
+            worker.fill_gradients()
+            worker.push(lr=0.02)
+            worker.take_()
+        states = held(worker, kind(worker.params, **arguments))["optimizer"]["state"]
+        worker.close()
+    for number, (p, q) in enumerate(zip(alone.values(), named.values(), strict=True)):
+        torch.testing.assert_close(q, p, rtol=0.0, atol=1e-6)
+        for field, value in torchs.state[p].items():
+            torch.testing.assert_close(states[number][field], value, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["Adam", "Adagrad"])
 def test_state_of_complex_parameters_is_as_torch_has_it(name: str):
     """And the steps that were taken: else no checkpoint of servers could be gone on with elsewhere, on a GPU."""
@@ -147,6 +185,65 @@ def test_state_of_complex_parameters_is_as_torch_has_it(name: str):
     torch.testing.assert_close(saved["weights"][0], alone.detach())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer, p: optimizer.state.clear(),
+        lambda optimizer, p: optimizer.state.pop(p),
+        lambda optimizer, p: optimizer.state[p].update(momentum_buffer=torch.zeros(3, 5)),
+        lambda optimizer, p: optimizer.state[p]["momentum_buffer"].zero_(),
+        lambda optimizer, p: optimizer.state.update({p: {}}),
+        lambda optimizer, p: setattr(optimizer, "state", defaultdict(dict)),
+        lambda optimizer, p: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda optimizer, p: optimizer.state[torch.zeros(1)],
+    ],
+    ids=["clear", "pop", "write", "in place", "update", "replace", "load", "missing"],
+)
+def test_changes_of_a_state_that_servers_hold_are_refused(change: Any):
+    arguments = {"lr": 0.02, "momentum": 0.9}
+    with running() as server:
+        worker = joined([server], params())
+        worker.start("SGD", arguments)
+        push(worker, range(2))
+        optimizer = torch.optim.SGD(worker.params, **arguments)
+        state = HeldState(optimizer)
+        state.check_unchanged()
+        for _ in range(2):
+            fill_state(optimizer, worker)
+            state.check_unchanged()
+        state.drop()
+        state.check_unchanged()
+        assert not optimizer.state
+        fill_state(optimizer, worker)
+        copied = copy.deepcopy(optimizer.state)
+        assert type(copied) is defaultdict and len(copied) == 3
+
+        def change_and_step() -> None:
+            change(optimizer, worker.params[0])
+            state.check_unchanged()
+
+        with pytest.raises(ValueError, match=r"The state of SGD was changed.*update_on_server=False"):
+            change_and_step()
+        worker.close()
+
+
+def test_a_state_that_servers_held_is_plain_after_training():
+    with running() as server:
+        worker = joined([server], params())
+        worker.start("Adam", {"lr": 0.1})
+        push(worker, range(2))
+        optimizer = torch.optim.Adam(worker.params, lr=0.1)
+        state = HeldState(optimizer)
+        fill_state(optimizer, worker)
+        state.release()
+        assert type(optimizer.state) is defaultdict and len(optimizer.state) == 3
+        optimizer.step()
+        optimizer.state.clear()
+        state.release()
+        assert not optimizer.state
+        worker.close()
+
+
 def test_weights_may_begin_anew_on_servers_that_have_some():
     """As where training goes back: nobody else is there, and the optimizer's state is what is brought."""
     arguments = {"lr": 0.5, "momentum": 0.5}
@@ -158,7 +255,7 @@ def test_weights_may_begin_anew_on_servers_that_have_some():
         named = {name: torch.ones_like(p).requires_grad_() for name, p in params().items()}
         second = joined([server], named)
         state = {"momentum_buffer": [torch.full_like(p, 2.0) for p in named.values()]}
-        second.start("SGD", arguments, (state, {}), anew=True)
+        second.start("SGD", arguments, (state, [{}] * len(named)), anew=True)
         assert second.versions == (0,)
         assert all(p.eq(1.0).all() for p in second.params)
         for p in second.params:

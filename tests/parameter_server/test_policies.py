@@ -23,6 +23,7 @@ from lightning_async.algorithms import (
     StalenessPolicy,
     WeightPrediction,
 )
+from lightning_async.parameter_server.partition import Spans
 from lightning_async.parameter_server.shared_memory import SIZE
 from lightning_async.parameter_server.store import Store
 from tests.algorithms.catalogue import STALENESS
@@ -48,13 +49,18 @@ class Stored:
     """A store and its workers, each with what it has pulled."""
 
     def __init__(
-        self, policy: StalenessPolicy, optimizer: tuple[str, dict[str, Any]] = SGD, names: str = NAMES
+        self,
+        policy: StalenessPolicy,
+        optimizer: tuple[str, dict[str, Any]] = SGD,
+        names: str = NAMES,
+        start: Tensor | None = None,
     ) -> None:
+        start = fill(N, 0) if start is None else start
         self.file = os.memfd_create("test")
         self.store = Store(os.dup(self.file))
         self.store.remember({name: {**WORKER, "life": 1} for name in names})
-        self.store.initialise(fill(N, 0), *optimizer, policy=policy)
-        self.pulled = {name: torch.empty(N) for name in names}
+        self.store.initialise(start, *optimizer, policy=policy)
+        self.pulled = {name: torch.empty_like(start) for name in names}
         self.bases = dict.fromkeys(names, 0)
         for name in names:
             self.pull(name)
@@ -67,9 +73,9 @@ class Stored:
         self.store.pull(name, self.pulled[name])
         self.bases[name] = self.store.version
 
-    def push(self, name: str, gradient: Tensor) -> bool:
+    def push(self, name: str, gradient: Tensor, skips: Spans = ()) -> bool:
         number = self.store.workers[name]["push"] + 1
-        self.store.push(name, number, gradient, self.store.version - self.bases[name])
+        self.store.push(name, number, gradient, self.store.version - self.bases[name], skips=skips)
         return self.store.workers[name]["dropped"]
 
     def close(self) -> None:
@@ -115,6 +121,68 @@ def test_one_worker_has_the_plain_optimizer_to_the_bit(row: Any, stored: Callabl
                 torch.testing.assert_close(there, wanted, rtol=bound, atol=bound)
             if not (policy.predicts or policy.momentum_by_worker):
                 assert torch.equal(mine.pulled["a"], plain.store.params)
+
+
+POLICIES = [*((row.name, row.make()) for row in STALENESS), ("Buffered-3", Buffered(3, DelayCompensation(0.5)))]
+
+
+@pytest.mark.parametrize("policy", [policy for _, policy in POLICIES], ids=[name for name, _ in POLICIES])
+def test_parameters_without_gradients_are_as_if_absent(policy: StalenessPolicy, stored: Callable[..., Stored]):
+    """The others move as in a store without them; they stay, and workers pull what they are."""
+    skips, rest = [(10, 20)], [*range(10), *range(20, N)]
+    for name, arguments in optimizers(policy):
+        optimizer = name, arguments if name == "delta" else {**arguments, "weight_decay": 0.1}
+        whole, part = stored(policy, optimizer), stored(policy, optimizer, start=fill(N, 0)[rest])
+        for turn, worker in enumerate(ORDER):
+            gradient = fill(N, turn + 1, 0.5)
+            gradient[10:20] = 0.0
+            assert whole.push(worker, gradient, skips) == part.push(worker, gradient[rest])
+            if turn % 2:
+                whole.reopen()
+            whole.pull(worker)
+            part.pull(worker)
+            torch.testing.assert_close(whole.store.params[rest], part.store.params, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(whole.pulled[worker][rest], part.pulled[worker], rtol=1e-6, atol=1e-6)
+            assert torch.equal(whole.store.params[10:20], fill(N, 0)[10:20])
+            assert torch.equal(whole.pulled[worker][10:20], fill(N, 0)[10:20])
+        assert whole.store.version == part.store.version > 0
+        for name, field in part.store.state.items():
+            torch.testing.assert_close(whole.store.state[name][rest], field, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", [policy for _, policy in POLICIES], ids=[name for name, _ in POLICIES])
+def test_parameters_that_were_trained_stay_once_frozen(policy: StalenessPolicy, stored: Callable[..., Stored]):
+    """Whatever momentum they have; and workers pull what they are, in place of where their momentum points."""
+    for optimizer in optimizers(policy):
+        mine = stored(policy, optimizer)
+        for turn, worker in enumerate(ORDER[:9]):
+            mine.push(worker, fill(N, turn + 1, 0.5))
+            mine.pull(worker)
+        frozen = mine.store.params[10:20].clone()
+        state = {name: field[10:20].clone() for name, field in mine.store.state.items() if name != "ahead"}
+        for turn, worker in enumerate(ORDER[9:18]):
+            gradient = fill(N, turn + 1, 0.5)
+            gradient[10:20] = 0.0
+            mine.push(worker, gradient, [(10, 20)])
+            mine.pull(worker)
+            assert torch.equal(mine.store.params[10:20], frozen)
+            assert torch.equal(mine.pulled[worker][10:20], frozen)
+        assert all(torch.equal(mine.store.state[name][10:20], field) for name, field in state.items())
+        mine.store.remember({name: entry for name, entry in mine.store.workers.items() if name != "a"})
+        mine.pull("b")
+        assert torch.equal(mine.pulled["b"][10:20], frozen)
+
+
+def test_a_buffered_update_steps_what_any_of_its_pushes_has(stored: Callable[..., Stored]):
+    mine = stored(Buffered(2), ("SGD", {"lr": 1.0, "weight_decay": 1.0}), start=torch.ones(6))
+    for turn in range(2):
+        mine.push("a", torch.tensor([2.0, 2.0, 0.0, 0.0, 0.0, 0.0]), [(2, 6)])
+        mine.reopen()
+        mine.push("b", torch.tensor([0.0, 4.0, 4.0, 0.0, 0.0, 8.0]), [(0, 1), (3, 5)])
+        before = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0] if turn == 0 else [-1.0, -3.0, -2.0, 1.0, 1.0, -4.0])
+        mean = torch.tensor([1.0, 3.0, 2.0, 0.0, 0.0, 4.0])
+        used = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+        assert torch.equal(mine.store.params, before - used * (mean + before))
 
 
 def test_one_worker_of_dana_has_nesterovs_momentum(stored: Callable[..., Stored]):
@@ -383,8 +451,8 @@ def test_many_workers_come_and_go_and_the_journal_stays_small():
     assert os.fstat(file).st_size < SIZE + (6 + 2 * 2) * os.sysconf("SC_PAGESIZE")
     many = {f"{number}": {**WORKER, "life": 3000 + number} for number in range(280)}
     store.remember(many)
-    with pytest.raises(ValueError, match=r"remembers 379 workers, and has no room for one more"):
-        store.remember({**many, **{f"more {number}": {**WORKER, "life": 4000 + number} for number in range(100)}})
+    with pytest.raises(ValueError, match=r"remembers 679 workers, and has no room for one more"):
+        store.remember({**many, **{f"more {number}": {**WORKER, "life": 4000 + number} for number in range(400)}})
     assert len(store.workers) == 280
     for name in store.workers:  # and those that it has taken fit, whatever they do
         store.push(name, 10**9, torch.ones(3), 10**8)

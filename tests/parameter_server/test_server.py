@@ -43,6 +43,25 @@ def test_async_pushes_are_applied_as_they_come_and_say_their_lag(gloo: bool):
         assert a.pull().versions == (4,)
 
 
+def test_a_round_steps_what_any_worker_has_a_gradient_for():
+    """With zeros for the workers that have none, as DDP; and a worker without any gradient is not asked."""
+    with running(6, mode="sync", num_workers=3) as server:
+        workers = [server.worker(name) for name in "abc"]
+        for worker in workers:
+            worker.gradients[0].fill_(1.0)
+            worker.start("SGD", {"lr": 1.0, "weight_decay": 1.0})
+        gradients = [[2.0, 2.0, 0.0, 0.0, 0.0, 0.0], [0.0, 6.0, 6.0, 0.0, 0.0, 0.0], [0.0] * 6]
+        how: Any = [{"skips": [[(2, 6)]]}, {"skips": [[(0, 1), (3, 6)]], "weight": 3.0}, {"weight": 0.0}]
+
+        def make(number: int) -> None:
+            workers[number].gradients[0].copy_(torch.tensor(gradients[number]))
+            workers[number].push(**how[number])
+
+        on_threads(*(lambda n=n: make(n) for n in range(3)))
+        expected = [1.0 - (0.5 + 1.0), 1.0 - (5.0 + 1.0), 1.0 - (4.5 + 1.0), 1.0, 1.0, 1.0]
+        assert workers[2].weights[0].tolist() == expected
+
+
 def test_the_first_weights_win_and_all_must_mean_the_same_optimizer_and_plan():
     with running() as server:
         a, b = server.worker("a"), server.worker("b")
@@ -321,7 +340,7 @@ def test_state_can_be_read_for_a_checkpoint():
         a = server.started("a", "Adam", {"lr": 0.1})
         push(a, 2.0)
         (told,) = a.read("exp_avg")
-        expected = {"version": 1, "fields": ["params", "exp_avg", "exp_avg_sq"], "scalars": {"step": 1}}
+        expected = {"version": 1, "fields": ["params", "exp_avg", "exp_avg_sq"], "scalars": [[8, {"step": 1}]]}
         assert {name: told[name] for name in expected} == expected
         torch.testing.assert_close(a.weights[0], torch.full((8,), 0.2))
         with pytest.raises(Exception, match="there is no 'momentum'; there are"):

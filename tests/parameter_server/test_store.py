@@ -11,7 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_async.parameter_server.optimizers import Adam, ServerRates, Sgd, ShardSpan, make_optimizer
+from lightning_async.parameter_server import optimizers
+from lightning_async.parameter_server.optimizers import (
+    Adam,
+    ServerRates,
+    Sgd,
+    ShardSpan,
+    TooManyRuns,
+    make_optimizer,
+)
 from lightning_async.parameter_server.shared_memory import SIZE, Journal
 from lightning_async.parameter_server.store import Store
 
@@ -281,6 +289,75 @@ def test_an_optimizer_on_a_server_is_that_of_torch(file: int, name: str, argumen
         theirs.step()
         store.apply(gradient, {"a": number}, lr)
         torch.testing.assert_close(store.params, parameter.detach(), rtol=2e-6, atol=1e-7)
+    store.close()
+
+
+@pytest.mark.parametrize(("name", "arguments"), OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("together", [False, True])
+def test_a_parameter_without_a_gradient_is_not_stepped(file: int, name: str, arguments: dict[str, Any], together: bool):
+    """As torch's: the first parameter has a gradient in all steps, the second in some, the third in none."""
+    generator = torch.Generator().manual_seed(1)
+    start, gradients = torch.randn(17, generator=generator), torch.randn(6, 17, generator=generator)
+    parameters = [torch.nn.Parameter(part.clone()) for part in start.split((5, 9, 3))]
+    theirs = getattr(torch.optim, name)(parameters, **arguments)
+    store = opened(file)
+    store.remember({"a": WORKER})
+    store.initialise(start, name, arguments)
+    for number, gradient in enumerate(gradients, start=1):
+        store.close()
+        store = opened(file)
+        skipped = slice(14, 17) if number in (2, 3, 5) else slice(5, 17)
+        gradient[skipped] = 0.0
+        for parameter, part in zip(parameters, gradient.split((5, 9, 3)), strict=True):
+            parameter.grad = part.clone() if part.any() else None
+        theirs.step()
+        skips = [(skipped.start, skipped.stop)]
+        if together:
+            store.apply(gradient, {"a": number}, skips=skips)
+        else:
+            reply = torch.empty(17)
+            assert store.push("a", number, gradient, 0, reply=reply, skips=skips)
+            assert torch.equal(reply, store.params)
+        torch.testing.assert_close(store.params, torch.cat([*parameters]).detach(), rtol=2e-6, atol=1e-7)
+    assert torch.equal(store.params[14:], start[14:])
+    assert store.scalars[-1][1] == {} and all(not field[14:].any() for field in store.state.values())
+    store.close()
+
+
+def test_a_large_shard_is_stepped_where_there_are_gradients(file: int):
+    """A shard of several pieces and threads, with spans across the borders of pieces."""
+    numel = 1_200_000
+    store = Store(os.dup(file), threads=2)
+    store.remember({"a": WORKER})
+    store.initialise(torch.zeros(numel), "SGD", {"lr": 1.0, "momentum": 0.5, "weight_decay": 0.5})
+    borders = torch.tensor([10, 600_000, 600_001, 1_100_000])
+    expected, momentum = torch.zeros(numel), torch.zeros(numel)
+    for number in (1, 2, 3):
+        skips = [(0, 10), (600_000, 600_001), (1_100_000, numel)][number - 1 :]
+        used = torch.ones(numel, dtype=torch.bool)
+        for start, stop in skips:
+            used[start:stop] = False
+        store.push("a", number, used.float(), 0, skips=skips)
+        momentum[used] = 0.5 * momentum[used] + (1.0 + 0.5 * expected[used])
+        expected[used] -= momentum[used]
+        assert torch.equal(store.params[borders], expected[borders])
+        assert torch.equal(store.params, expected)
+    store.close()
+
+
+def test_state_in_too_many_parts_is_refused(file: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(optimizers, "MOST_RUNS", 3)
+    store = opened(file)
+    store.remember({"a": WORKER})
+    store.initialise(torch.zeros(9), "Adam", {"lr": 0.1})
+    gradient = torch.ones(9)
+    store.push("a", 1, gradient, 0, skips=[(0, 2)])
+    before = store.params.clone()
+    with pytest.raises(TooManyRuns, match=r"into 5 parts, of 3 at most.*update_on_server=False"):
+        store.push("a", 2, gradient, 0, skips=[(4, 6), (7, 9)])
+    assert torch.equal(store.params, before) and store.version == 1
+    store.push("a", 2, gradient, 0)
+    assert store.scalars == [(2, {"step": 1}), (9, {"step": 2})]
     store.close()
 
 

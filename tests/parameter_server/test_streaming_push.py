@@ -45,10 +45,11 @@ class Trained:
 
     Args:
         gloo: not by shared memory.
+        decay: of the weights.
         how: of the worker.
     """
 
-    def __init__(self, servers: list[Running], pool: ThreadPoolExecutor, **how: Any) -> None:
+    def __init__(self, servers: list[Running], pool: ThreadPoolExecutor, decay: float = 0.0, **how: Any) -> None:
         self.net, self.pool, self.servers = Net(), pool, servers
         named = dict(self.net.named_parameters())
         plan = plan_of(named, 2, 10)
@@ -57,7 +58,7 @@ class Trained:
         self.worker = Worker(
             named, plan, Client("a", [server.dial() for server in servers], plan.fingerprint(), 20.0, **how)
         )
-        self.worker.start("SGD", {"lr": 1.0})
+        self.worker.start("SGD", {"lr": 1.0, "weight_decay": decay})
         self.sent: list[Any] = []
 
     def send(self, do: Any) -> Any:
@@ -99,6 +100,21 @@ def clip(net: Any) -> None:
 
 def replace(net: Any) -> None:
     net.p[4].grad = torch.tensor(9.0)
+
+
+def drop(net: Any) -> None:
+    net.p[4].grad = None
+
+
+@pytest.mark.parametrize("gloo", [False, True], ids=["shm", "gloo"])
+def test_a_gradient_that_is_dropped_after_it_was_sent_moves_nothing(gloo: bool) -> None:
+    with trained(gloo, decay=0.5) as here:
+        here.step(ALL)
+        before = here.step({0: 0.5, 1: 0.5})
+        after = here.step(ALL, spoil=drop)
+        assert before[2:] == [[3.0 - 0.5 - 1.5] * 40, [4.0 - 0.5 - 2.0] * 7, [5.0 - 0.5 - 2.5]]
+        assert after[4] == before[4]
+        assert after[3] == [value - (0.5 + 0.5 * value) for value in before[3]]
 
 
 STEPS: list[tuple[Any, ...]] = [

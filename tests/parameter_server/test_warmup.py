@@ -76,7 +76,7 @@ def test_momentum_of_workers_together_is_given_up_with_the_first_step_of_one() -
         workers = [server.started(name, "SGD", SGD) for name in "ab"]
         for turn in range(3):
             on_threads(*[lambda w=w, t=turn: push(w, fill(N, t)) for w in workers])
-        assert server.store.scalars["together"] == 1.0
+        assert server.store.scalars[0][1]["together"] == 1.0
         before, gradient = server.store.params.clone(), fill(N, 77)
         killed = server.server
         server.begin()
@@ -85,7 +85,7 @@ def test_momentum_of_workers_together_is_given_up_with_the_first_step_of_one() -
         torch.testing.assert_close(server.store.params, before - 0.1 * gradient)
         torch.testing.assert_close(server.store.state["momentum_buffer"], gradient)
         torch.testing.assert_close(workers[0].weights[0], before - 0.1 * 1.5 * gradient)
-        assert "together" not in server.store.scalars
+        assert "together" not in server.store.scalars[0][1]
 
 
 def test_a_worker_that_is_gone_is_not_waited_for() -> None:

@@ -128,6 +128,34 @@ class Odd(nn.Module):
         return self.scale * turned.sum(1, keepdim=True) + self.none.sum()
 
 
+class Sometimes(nn.Module):
+    """A layer that rank 1 uses in every other batch, one that is frozen from the start, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = problem.network()
+        with torch.random.fork_rng():
+            torch.manual_seed(8)
+            self.branch, self.frozen, self.unused = (nn.Linear(problem.FEATURES, 1) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor, uses_branch: bool | None = None) -> Tensor:
+        self.calls += 1
+        uses_branch = rank() == 1 and self.calls % 2 == 1 if uses_branch is None else uses_branch
+        return self.inner(x) + self.frozen(x) + (self.branch(x) if uses_branch else 0.0)
+
+
+def decaying_adam(ps: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1)
+
+
+@scenario
+def sometimes_used() -> Any:
+    strategy = ParameterServerStrategy("sync", num_servers=2, options=ServerOptions(bigarray_bound=20))
+    return fit(strategy, module=Net(network=Sometimes, optimizer=decaying_adam))
+
+
 def plain_sgd(ps: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.01)
 

@@ -60,6 +60,17 @@ def group_added_beside() -> Any:
     return fit(strategy, module=Net(optimizer=first_layer), callbacks=[Unfreezes()])
 
 
+class Resets(pl.Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.optimizers[0].state.clear()
+
+
+@scenario
+def state_reset_on_servers() -> Any:
+    return fit(ParameterServerStrategy("sync", min_replicas=2), callbacks=[Resets()])
+
+
 def decaying(ps: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.1)
 

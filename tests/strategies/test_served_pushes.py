@@ -14,7 +14,7 @@ from lightning_async.parameter_server.client import PushResiduals
 from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, joined, momentum, train_alone
 from tests.strategies.served import BATCHES
-from tests.strategies.served_pushes import Odd, half_loss, plain_sgd
+from tests.strategies.served_pushes import Odd, Sometimes, decaying_adam, half_loss, plain_sgd
 from tests.strategies.test_parameter_server import loss
 from tests.strategies.workers import SCENARIOS, Outcomes
 
@@ -26,7 +26,7 @@ COMPRESSED = (
 )  # fmt: skip
 OTHERS = (
     "warmed_up", "warmed_up_then_as_they_come", "half_precision", "odd_parameters", "odd_parameters_compressed",
-    "too_wide",
+    "too_wide", "sometimes_used",
 )  # fmt: skip
 DATA = [batches(0, BATCHES), batches(1, BATCHES)]
 
@@ -138,6 +138,22 @@ def test_parameters_of_unusual_kinds(others: Outcomes) -> None:
         assert distance(each["values"], expected) < 1e-5
         assert distance(about["values"], expected) < 0.05
     assert coded[0]["digest"] == coded[1]["digest"]
+
+
+def test_parameters_without_gradients_are_not_stepped(others: Outcomes) -> None:
+    net = Sometimes()
+    optimizer = decaying_adam(net.parameters())
+    for _ in range(2):
+        for number, parts in enumerate(zip(*DATA, strict=True)):
+            optimizer.zero_grad()
+            for rank, (x, y) in enumerate(parts):
+                (nn.functional.mse_loss(net(x, rank == 1 and number % 2 == 0), y) / 2).backward()
+            optimizer.step()
+    assert torch.equal(net.unused.weight, Sometimes().unused.weight)
+    assert not torch.equal(net.branch.weight, Sometimes().branch.weight)
+    told = others("sometimes_used")
+    for each in told:
+        assert distance(each["values"], flat(net)) < 1e-5
 
 
 def test_what_servers_cannot_hold_is_named(others: Outcomes) -> None:

@@ -25,6 +25,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         ("one_parameter_in_two_optimizers", ["2 parameters are in two optimizers", "update_on_server=False"]),
         ("group_added_on_servers", ["add_param_group", "frozen ones, too"]),
         ("group_added_beside", ["add_param_group", "frozen ones, too"]),
+        ("state_reset_on_servers", ["The state of SGD was changed", "update_on_server=False"]),
     ],
 )
 def test_what_servers_would_not_hear_of_is_said_on_all_ranks(outcomes: Outcomes, name: str, words: list[str]) -> None:
