@@ -57,7 +57,7 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
     """
     if loader._dataset_kind == _DatasetKind.Iterable or not is_of_torch(loader.batch_sampler, BatchSampler):
         return None
-    sampler = loader.batch_sampler.sampler  # with a `batch_sampler`, the loader's own sampler is not used
+    sampler: Any = loader.batch_sampler.sampler  # with a `batch_sampler`, the loader's own sampler is not used
     # A partition may hold a function, which plain values cannot describe: its indices are listed.
     if given is None and isinstance(sampler, PartitionedSampler):
         given = torch.tensor(sampler.indices(), dtype=torch.int64)
@@ -71,8 +71,7 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
     if type(sampler) is DistributedSampler:
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
         return {**common, "kind": "distributed", "epoch": sampler.epoch, **{n: getattr(sampler, n) for n in names}}
-    is_random = is_of_torch(sampler, RandomSampler)
-    if is_random and not sampler.replacement and sampler.num_samples == common["length"]:
+    if is_of_torch(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == common["length"]:
         return {**common, "kind": "random"}
     return {**common, "kind": "sequential"} if type(sampler) is SequentialSampler else None
 
