@@ -38,7 +38,7 @@ from lightning_async.data.random_states import (
     resumable,
     stateful,
 )
-from lightning_async.data.redistribution import Given, describe, length_of, size_of, workers_of
+from lightning_async.data.redistribution import Given, describe, is_of_torch, length_of, size_of, workers_of
 
 Position = dict[str, Any]
 # Largest number of times that workers are replaced at one batch.
@@ -83,7 +83,8 @@ class IterationPosition:
         self.first: dict[int, dict[str, Any]] = self.start.get("first", {})
         # torch's samplers draw only from torch's generator, and NumPy's state takes long to read.
         batches = loader.batch_sampler
-        usual = ("torch",) if type(batches) is BatchSampler and type(batches.sampler) in _OF_TORCH else None
+        is_usual = is_of_torch(batches, BatchSampler) and type(batches.sampler) in _OF_TORCH
+        usual = ("torch",) if is_usual else None
         self._drawing = Generators(generators.named, usual=usual) if usual is not None else generators
         self.tape = Tape(self._drawing)
         self._loader = loader
@@ -220,7 +221,7 @@ def iterate(loader: DataLoader[Any], here: IterationPosition) -> Any:
         # Nothing of an iteration that has ended is read again.
         fetches_again = False
         if not loader.persistent_workers:
-            return _Nothing(here)
+            return Nothing(here)
     if loader.num_workers == 0:
         iterator: Any = _Single(loader, here, fetches_again)
     else:
@@ -264,26 +265,34 @@ def _indices(loader: Any, here: IterationPosition) -> Any:
     return Indices(here.sampler, here.begin, here.generators, start.get("taken", 0), start.get("made", 0))
 
 
-class _Nothing:
+class Nothing:
     """An iterator that replaces an ended iteration, so that the worker processes of the loader can end.
 
     It is for one of several loaders. While the other loaders have batches, Lightning still requests a batch of the
     ended iteration. This iterator then raises StopIteration.
+
+    Args:
+        here: Position of the iteration. Default: None, nobody reads the iteration.
     """
 
-    def __init__(self, here: IterationPosition) -> None:
+    _finished = False  # torchdata's loader asks its iterator
+
+    def __init__(self, here: IterationPosition | None = None) -> None:
         self._here = here
 
-    def __iter__(self) -> _Nothing:
+    def __iter__(self) -> Nothing:
         return self
 
     def __next__(self) -> Any:
-        self._here.fetching()
+        if self._here is not None:
+            self._here.fetching()
         raise StopIteration
 
 
 class _Single(_SingleProcessDataLoaderIter):
     """torch's iterator without workers, which also knows its position in the data."""
+
+    _finished = False
 
     def __init__(self, loader: Any, here: IterationPosition, fetches_again: bool) -> None:
         self._here = here
@@ -319,6 +328,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
     If SIGTERM has ended the workers, new workers continue at the position.
     """
 
+    _finished = False
     _replaced = -1, 0
 
     def __init__(self, loader: Any, here: IterationPosition, fetches_again: bool) -> None:

@@ -18,7 +18,6 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from lightning_async.data.partition import PartitionedSampler, PartitionedStream, largest_remainder
 from lightning_async.data.partition import dealt as dealt_streams
-from lightning_async.data.random_states import stateful
 
 Position = dict[str, Any]
 Division = Callable[[list[int], int, int, int], list[int]]
@@ -56,13 +55,13 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
     Returns:
         The description; None if other ranks could not compute the indices from it.
     """
-    if loader._dataset_kind == _DatasetKind.Iterable or type(loader.batch_sampler) is not BatchSampler:
+    if loader._dataset_kind == _DatasetKind.Iterable or not is_of_torch(loader.batch_sampler, BatchSampler):
         return None
-    sampler = loader.batch_sampler.sampler  # with a `batch_sampler`, the loader's own sampler is not used
+    sampler: Any = loader.batch_sampler.sampler  # with a `batch_sampler`, the loader's own sampler is not used
     # A partition may hold a function, which plain values cannot describe: its indices are listed.
     if given is None and isinstance(sampler, PartitionedSampler):
         given = torch.tensor(sampler.indices(), dtype=torch.int64)
-    if given is None and type(sampler) not in (DistributedSampler, RandomSampler, SequentialSampler):
+    if given is None and not is_of_torch(sampler, DistributedSampler, RandomSampler, SequentialSampler):
         return None
     batches = loader.batch_sampler
     size = size or batches.batch_size
@@ -72,7 +71,7 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
     if type(sampler) is DistributedSampler:
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
         return {**common, "kind": "distributed", "epoch": sampler.epoch, **{n: getattr(sampler, n) for n in names}}
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == common["length"]:
+    if is_of_torch(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == common["length"]:
         return {**common, "kind": "random"}
     return {**common, "kind": "sequential"} if type(sampler) is SequentialSampler else None
 
@@ -243,7 +242,7 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
 
     If the indices cannot be described, return None and 0.
     """
-    if not _is_plain(loader) or (told := describe(loader, None)) is None:
+    if not is_plain(loader) or (told := describe(loader, None)) is None:
         return None, 0
     of_all = told["kind"] != "distributed" or len(loader.batch_sampler.sampler.dataset) == told["length"]  # pyright: ignore
     return (told if of_all else None), len(loader)
@@ -255,7 +254,7 @@ def stream_of(loader: Any) -> dict[str, Any] | None:
     If this rank is lost, the other ranks read the rest of the part by this description. Returns None if the data cannot
     be described.
     """
-    if not _is_plain(loader) or not getattr(loader, "in_order", True):
+    if not is_plain(loader) or not getattr(loader, "in_order", True):
         return None
     stream = loader.dataset
     if not isinstance(stream, PartitionedStream) or type(stream).__iter__ is not PartitionedStream.__iter__:
@@ -264,11 +263,26 @@ def stream_of(loader: Any) -> dict[str, Any] | None:
     return {"kind": "stream", **stream.part(), "batch_size": loader.batch_size or 1, "workers": workers}
 
 
-def _is_plain(loader: Any) -> bool:
-    """Return whether a loader's batches are made by torch's DataLoader alone."""
-    if not isinstance(loader, DataLoader) or stateful(loader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return False
-    return type(loader)._get_iterator is DataLoader._get_iterator
+def is_plain(loader: Any) -> bool:
+    """Return whether a loader's batches are made by torch's DataLoader alone, or by torchdata's `StatefulDataLoader`.
+
+    torchdata's loader makes the same batches. Its own state lacks the order of most samplers, and random states.
+    """
+    kind = type(loader)
+    of_torchdata = (c for c in kind.__mro__ if _is_of_torchdata(c) and c.__name__ == "StatefulDataLoader")
+    base = next(of_torchdata, DataLoader)
+    names = ("__iter__", "_get_iterator", "state_dict", "load_state_dict")
+    return issubclass(kind, base) and all(getattr(kind, name, None) is getattr(base, name, None) for name in names)
+
+
+def is_of_torch(value: Any, *kinds: type) -> bool:
+    """Return whether an object's class is one of torch's ``kinds``, or torchdata's class of the same name."""
+    kind = type(value)
+    return kind in kinds or (_is_of_torchdata(kind) and kind.__name__ in {each.__name__ for each in kinds})
+
+
+def _is_of_torchdata(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "torchdata"
 
 
 def distributed(told: dict[str, Any]) -> Tensor:

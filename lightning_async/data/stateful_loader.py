@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from lightning_async.data.iterators import IterationPosition, Position, epoch_of, iterate
+from lightning_async.data.iterators import IterationPosition, Nothing, Position, epoch_of, iterate
 from lightning_async.data.random_states import Generators, Resumed, Tape, generators_in, resumable, stateful
-from lightning_async.data.redistribution import kept, length_of, share, size_of, workers_of
+from lightning_async.data.redistribution import is_of_torch, is_plain, kept, length_of, share, size_of, workers_of
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
 def _source_of(loader: Any, name: str) -> Source:
     # A DataLoader that makes its own iterator is treated as any iterable.
     own = isinstance(loader, DataLoader) and type(loader)._get_iterator is not DataLoader._get_iterator
-    if isinstance(loader, DataLoader) and not own and not stateful(loader):
+    if is_plain(loader) or (isinstance(loader, DataLoader) and not own and not stateful(loader)):
         return _OfDataLoader(loader, name)
     return _OfIterable(loader, name)
 
@@ -219,6 +219,9 @@ class _OfDataLoader(Source):
         # On this object only: other loaders of its class keep torch's iterator.
         vars(loader)["_get_iterator"] = _IteratorsOf(self)
         loader._iterator = None  # persistent workers of an earlier fit would not report their states
+        if stateful(loader):
+            # Lightning asks for states and loads them, which would move the loader a second time.
+            vars(loader).update(state_dict=dict, load_state_dict=self._leave_out)
 
     def generators(self) -> dict[str, Any]:
         names = ["generator", "sampler", "batch_sampler"]
@@ -273,7 +276,7 @@ class _OfDataLoader(Source):
             return self._refetched(position, then, now) if then and now and then != now else position
         if not position["taken"] and not position["made"]:  # the epoch has not begun
             return self._undrawn(position)
-        if type(self.loader.batch_sampler) is not BatchSampler or (order := self._order(position)) is None:
+        if not is_of_torch(self.loader.batch_sampler, BatchSampler) or (order := self._order(position)) is None:
             log.warning(
                 "%s has %s, and had %s when the checkpoint was made. It is unknown which samples its batches had, so "
                 "it continues after the same number of batches (%d): samples of this epoch may be skipped or repeated.",
@@ -337,7 +340,7 @@ class _OfDataLoader(Source):
             return share(position)
         batches = self.loader.batch_sampler
         size = position["batch_size"]
-        if size is None or type(batches) is not BatchSampler or not hasattr(batches.sampler, "__len__"):
+        if size is None or not is_of_torch(batches, BatchSampler) or not hasattr(batches.sampler, "__len__"):
             return None
         sampler: Any = batches.sampler
         generators = Generators(self.generators())
@@ -423,7 +426,7 @@ class _OfDataLoader(Source):
                 f"{self.name} yields batches in the order in which its workers are ready (in_order=False), which no "
                 "resume can repeat: use in_order=True"
             )
-        if type(loader).__iter__ is not DataLoader.__iter__:
+        if not is_plain(loader) and type(loader).__iter__ is not DataLoader.__iter__:
             found.append(
                 f"{self.name} is a {type(loader).__name__} with an `__iter__` of its own, of which no position is "
                 "known: give it `state_dict` and `load_state_dict`, or yield one batch for each of the DataLoader's"
@@ -431,7 +434,17 @@ class _OfDataLoader(Source):
         return found
 
     def detach(self) -> None:
-        vars(self.loader).pop("_get_iterator", None)
+        for name in ("_get_iterator", "state_dict", "load_state_dict"):
+            vars(self.loader).pop(name, None)
+        if stateful(self.loader):
+            self.loader._iterator = None  # has no state that the loader could return
+
+    def _leave_out(self, state: dict[str, Any]) -> None:
+        if state:
+            log.warning(
+                "%s begins the epoch anew: the checkpoint holds its position as its own `state_dict` had it, without "
+                "the order of samples and random states, and is not one of FaultTolerantCheckpoint.", self.name
+            )  # fmt: skip
 
     @property
     def _is_iterable(self) -> bool:
@@ -444,7 +457,7 @@ class _OfDataLoader(Source):
     def _iterator(self) -> Iterator[Any]:
         # Persistent workers are started even so: they stay for the iterations that follow.
         if self.idle and not self._persists:
-            return iter(())
+            return Nothing()
         start = self._armed
         self._armed = None
         if start and self._is_iterable and not resumable(self.loader.dataset):

@@ -241,6 +241,54 @@ class Once(DataLoader[Any]):
             yield torch.stack(batch)
 
 
+class OrderOfItsOwn(Sampler[int]):
+    """As torchdata's `RandomSampler`: seeded once, from the process's generator."""
+
+    replacement = False
+
+    def __init__(self, data: Any) -> None:
+        self.num_samples = len(data)
+        self.generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.num_samples, generator=self.generator).tolist())
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class StatefulDataLoader(DataLoader[Any]):
+    """As torchdata's: its state has neither the order nor random states, and it asks its iterator for `_finished`."""
+
+    begin = 0
+
+    def __init__(self, dataset: Any, batch_size: int = 1, sampler: Any = None, **settings: Any) -> None:
+        super().__init__(dataset, batch_size, sampler=sampler or OrderOfItsOwn(dataset), **settings)
+
+    def _get_iterator(self) -> Any:
+        batches: Any = super()._get_iterator()
+        batches._finished = False
+        for _ in range(self.begin):
+            next(batches)
+        vars(self)["begin"] = 0
+        return batches
+
+    def __iter__(self) -> Any:
+        vars(self)["_iterator"] = batches = self._get_iterator()
+        return self._get_iterator() if batches._finished else batches
+
+    def state_dict(self) -> dict[str, int]:
+        return {"begin": self._iterator._num_yielded if self._iterator is not None else 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self)["begin"] = state["begin"]
+
+
+for kind, name in ((OrderOfItsOwn, "RandomSampler"), (StatefulDataLoader, "StatefulDataLoader")):
+    kind.__module__ = "torchdata.stateful_dataloader"
+    kind.__name__ = name
+
+
 class KeepsBatches(SavingBatches):
     """Begins every iteration at a loaded state."""
 
@@ -299,6 +347,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "an iterable with a length, workers": lambda: DataLoader(Counted(), batch_size=3, num_workers=2),
     "max_size, saves": lambda: Combined([DataLoader(Saves(), 3), DataLoader(Saves(11), 3)], "max_size"),
     "uneven workers": lambda: DataLoader(Uneven(), batch_size=2, num_workers=3),
+    "torchdata's": lambda: StatefulDataLoader(Sized(), 3),
+    "torchdata's, in parallel": lambda: StatefulDataLoader(Sized(), 3, num_workers=2),
+    "torchdata's, persistently": lambda: StatefulDataLoader(Sized(), 3, num_workers=2, persistent_workers=True),
     "no DataLoader": Batches,
     "no DataLoader, saves": SavingBatches,
     "min_size": lambda: Combined({"a": sized(), "b": sized(15)}, "min_size"),
@@ -572,8 +623,12 @@ ENDED = [
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize("kind", ENDED)
 def test_workers_that_a_signal_to_the_group_ends_are_replaced(kind: str, quiet_children: None) -> None:
-    whole = iterated(LOADERS[kind](), {})
-    assert iterated(LOADERS[kind](), {0: [0, 1], 3: [1], 5: [0, 1], 12: [0]}) == whole
+    def loader() -> Any:
+        reseed(1)  # a sampler may draw its seed as it is made
+        return LOADERS[kind]()
+
+    whole = iterated(loader(), {})
+    assert iterated(loader(), {0: [0, 1], 3: [1], 5: [0, 1], 12: [0]}) == whole
 
 
 @pytest.mark.processes

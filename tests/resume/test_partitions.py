@@ -132,7 +132,9 @@ def test_parts_within_a_sampler_of_batches_and_within_a_dataset_are_numbered_ane
         distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, live_ranks=None, shrinks=False
     )
     fit = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace(setup_data=lambda: None)), **vars(loop))
-    SamplerResize(cast(Any, strategy), SimpleNamespace(fit_loop=fit, strategy=strategy)).install()
+    connector = SimpleNamespace(_prepare_dataloader=None)
+    trainer = SimpleNamespace(fit_loop=fit, strategy=strategy, _data_connector=connector)
+    SamplerResize(cast(Any, strategy), trainer).install()
     fit.setup_data()
     assert (sampler.num_replicas, sampler.rank, stream.num_replicas) == (2, 1, 2)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_async.data.stateful_loader import sources_of
 from lightning_async.trainer.checkpoint.resume import Resume
 from tests.resume.problem import Endless, Net, Sized, Training
-from tests.resume.test_loaders import Batches, UntilItsEnd
+from tests.resume.test_loaders import Batches, StatefulDataLoader, UntilItsEnd
 
 
 class Wrapping(DataLoader[Any]):
@@ -71,7 +71,13 @@ def test_batches_that_the_step_fetches(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_no_problem(tmp_path: Path) -> None:
-    for loader in (lambda: DataLoader(Sized(), 3, num_workers=1), lambda: DataLoader(Endless(), 3), Batches):
+    loaders = (
+        lambda: DataLoader(Sized(), 3, num_workers=1),
+        lambda: DataLoader(Endless(), 3),
+        lambda: StatefulDataLoader(Sized(), 3, num_workers=1),
+        Batches,
+    )
+    for loader in loaders:
         _, follow, _ = Training(loader, trainer={"max_epochs": 1}).fit(tmp_path, wanted=lambda name: False)
         assert follow.problems == []
 
@@ -83,6 +89,17 @@ def test_fetching_again_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFi
         training.fit(tmp_path, follow.points[0], wanted=lambda name: False)
     (told,) = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_async")]
     assert "the train dataloader cannot save its position: its first 5 batches are fetched again" in told
+
+
+def test_a_foreign_state_of_a_loader_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    loader = StatefulDataLoader(Sized(), 3)
+    (source,) = sources_of([loader])
+    loader.load_state_dict({"begin": 2})
+    assert loader.state_dict() == {} and len(list(loader)) == 8
+    assert "begins the epoch anew: the checkpoint holds its position as its own `state_dict` had it" in caplog.text
+    source.detach()
+    loader.load_state_dict({"begin": 2})
+    assert len(list(loader)) == 6 and loader.state_dict() == {"begin": 8}
 
 
 def test_between_safe_points_nothing_is_taken() -> None:

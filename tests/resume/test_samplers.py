@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from lightning_async.data.redistribution import deal, deal_steps, describe, divide, in_the_last_step, rest, share
-from lightning_async.trainer.data.samplers import batches_left, resized
+from lightning_async.data.redistribution import (
+    deal,
+    deal_steps,
+    describe,
+    divide,
+    in_the_last_step,
+    rest,
+    share,
+    told_of,
+)
+from lightning_async.trainer.data.samplers import SamplerResize, batches_left, resized
+from lightning_async.trainer.namespace import pl
+from tests.resume.problem import Endless, Sized
+from tests.resume.test_loaders import StatefulDataLoader
 
 LENGTH = 23
 
@@ -100,3 +114,56 @@ def test_batches_of_unequal_sizes_go_on_with_one_as_they_are_on_average() -> Non
     assert [each["batch_size"] for each in found] == [4, 4]
     left = [index for each in found for index in each["indices"].tolist()]
     assert sorted(left) == [*range(2, 10), *range(15, 35), *range(40, 60)]
+
+
+class Stream(Endless):
+    """As Hugging Face's."""
+
+    _distributed: Any = None
+
+
+Stream.__module__ = "datasets.iterable_dataset"
+
+
+class Wrapping(DataLoader[Any]):
+    pass
+
+
+def prepare(rank: int, *loaders: Any) -> list[Any]:
+    """Have Lightning prepare loaders on one of two ranks, each of which has a random state of its own."""
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    connector = trainer._data_connector
+    there: Any = SimpleNamespace(
+        world_size=2, is_global_zero=rank == 0, strategy=None, overfit_batches=0, _data_connector=connector,
+        _accelerator_connector=SimpleNamespace(use_distributed_sampler=True, is_distributed=True),
+        distributed_sampler_kwargs={"num_replicas": 2, "rank": rank}, state=trainer.state,
+    )  # fmt: skip
+    connector.trainer = there
+    resize = SamplerResize(there, there)
+    return [resize._prepare(connector._prepare_dataloader, loader, True, "train") for loader in loaders]
+
+
+def test_a_random_sampler_of_torchdata_is_divided_as_torchs() -> None:
+    (one,) = prepare(0, StatefulDataLoader(Sized(20), 3))
+    (other,) = prepare(1, StatefulDataLoader(Sized(20), 3))
+    assert sorted([*one.batch_sampler.sampler, *other.batch_sampler.sampler]) == list(range(20))
+    told, batches = told_of(one)
+    assert told is not None and (told["kind"], told["shuffle"], batches) == ("distributed", True, 4)
+
+
+def test_data_that_ranks_do_not_divide_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    batches: Any = BatchSampler(RandomSampler(range(20)), 5, False)
+    split = Stream()
+    split._distributed = (0, 2)
+    usual = [DataLoader(Sized(20), 3, shuffle=True), DataLoader(split, 3), DataLoader(Endless(), 3)]
+    caplog.set_level(logging.WARNING)
+    prepare(0, *usual, DataLoader(Sized(20), batch_size=None, sampler=batches))
+    assert not caplog.records
+    wrapping = Wrapping(Sized(20), batch_size=None, sampler=batches)
+    prepare(0, DataLoader(Stream(), 3), DataLoader(Stream(), 3), wrapping, wrapping)
+    stream, sampler = (record.getMessage() for record in caplog.records)
+    assert "each rank reads all of it. Use `datasets.distributed.split_dataset_by_node(stream, " in stream
+    assert "The sampler of a Wrapping yields batches" in sampler and "use_distributed_sampler=False" in sampler
+    caplog.clear()
+    prepare(1, DataLoader(Stream(), 3))
+    assert not caplog.records

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 from torchmetrics import Metric
 
 from lightning_async.data.partition import PartitionedSampler, PartitionedStream, yet_to_be_numbered
@@ -25,6 +25,7 @@ from lightning_async.data.redistribution import (
     divide,
     in_the_last_step,
     inherited,
+    is_of_torch,
     rest,
     told_of,
     unheard,
@@ -48,14 +49,50 @@ class SamplerResize:
         self._strategy = strategy
         self._trainer = trainer
         self._undo: list[Undo] = []
+        self._logged: set[str] = set()
 
     def install(self) -> list[Undo]:
         loops = (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop)
         wrap = self._setup_data if self._strategy.shrinks else self._number_new
         return [
             *(set_for_now(loop, "setup_data", wrap(loop.setup_data, loop)) for loop in loops),
+            override(self._trainer._data_connector, "_prepare_dataloader", self._prepare),
             partial(take_back, self._undo),
         ]
+
+    def _prepare(self, original: Any, loader: Any, shuffle: bool, mode: Any) -> Any:
+        """Have Lightning divide a loader's samples among the ranks; warn if the ranks get no equal parts of them.
+
+        Args:
+            original: Lightning's method, which puts a distributed sampler into the loader.
+            loader: The loader.
+            shuffle: Whether the distributed sampler shuffles.
+            mode: Lightning's name of what the loader is for.
+        """
+        if self._trainer.world_size == 1 or not isinstance(loader, DataLoader):
+            return original(loader, shuffle, mode)
+        dataset: Any = loader.dataset
+        sampler: Any = loader.sampler
+        if is_of_torch(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset):
+            # Lightning knows torch's class, not torchdata's, of which each rank would draw an order of its own.
+            vars(loader)["sampler"] = RandomSampler(dataset, generator=sampler.generator)
+        if type(dataset).__module__ == "datasets.iterable_dataset" and not dataset._distributed:
+            self._warn_once(
+                "A stream of Hugging Face's `datasets` is not split among the ranks: each rank reads all of it. Use "
+                "`datasets.distributed.split_dataset_by_node(stream, trainer.global_rank, trainer.world_size)`."
+            )
+        if isinstance(sampler, BatchSampler) and type(loader) is not DataLoader:
+            self._warn_once(
+                f"The sampler of a {type(loader).__name__} yields batches. Lightning gives each rank a part of them, "
+                "and makes the loader again. If batches then have a dimension too many, divide the data yourself, with "
+                "`Trainer(use_distributed_sampler=False)`."
+            )
+        return original(loader, shuffle, mode)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._logged and self._trainer.is_global_zero:
+            log.warning(message)
+        self._logged.add(message)
 
     def _setup_data(self, original: Any, loop: Any) -> Any:
         dealt_in = "", 0
