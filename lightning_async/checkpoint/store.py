@@ -302,7 +302,7 @@ class CheckpointStore:
         if (manifest.number, manifest.step) != (entry.number, entry.step):
             raise DamagedCheckpoint(f"{path} is that of {manifest.number:06d}-step-{manifest.step}.")
         if absent := [rank for rank in manifest.ranks if _rank_manifest(rank) not in manifest.files]:
-            raise DamagedCheckpoint(f"{path} has no files of ranks {absent}.")
+            raise DamagedCheckpoint(f"{path} has no files of ranks {absent[:8]}.")
         return manifest
 
     def _is_good(self, entry: CheckpointEntry) -> bool:

@@ -26,7 +26,7 @@ from lightning_async.checkpoint.recovery import recover
 from lightning_async.checkpoint.shards import load_own
 from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
 from lightning_async.errors import CheckpointError
-from lightning_async.trainer.checkpoint.checkpoint_state import whole
+from lightning_async.trainer.checkpoint.checkpoint_state import check_state, whole
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.data.samplers import resized
@@ -50,8 +50,8 @@ class CheckpointRecovery:
         self.entry: CheckpointEntry | None = None
         # Whether a batch has been trained since. Until then a failure is probably caused by the checkpoint.
         self.got_on = False
-        # Ranks verify the chosen checkpoint while they agree on it. Its path saves `load` a second verification.
-        self._verified: str | None = None
+        # Ranks verify and load the chosen checkpoint while they agree on it, so that `load` need not do it again.
+        self._loaded: tuple[str, tuple[dict[str, Any], Any]] | None = None
 
     def choose(self) -> str | None:
         """Return the path of the checkpoint to resume from, equal on all ranks; None to begin from scratch.
@@ -60,16 +60,18 @@ class CheckpointRecovery:
         """
         if self._settings.recover is None:
             return None
-        entry = self.find(self._settings.recover)
-        self._verified = None if entry is None else entry.path
-        return self._verified
+        self._loaded = None
+        entry = self.find(self._settings.recover, self._read)
+        return None if entry is None else entry.path
 
-    def find(self, strategy: str) -> CheckpointEntry | None:
+    def find(
+        self, strategy: str, load: Callable[[CheckpointEntry], object] = lambda entry: None
+    ) -> CheckpointEntry | None:
         """Return the checkpoint that all ranks agree on for a recovery ``strategy``, or None; warn of damaged ones.
 
-        All ranks call this together. Raises the errors of `recover`.
+        All ranks call this together. See `recover` for ``load``, and for the errors.
         """
-        found = recover(self._store, strategy, self._settings.best, self.gather)
+        found = recover(self._store, strategy, self._settings.best, self.gather, load)
         for path, what in (found.damaged | found.unreadable).items():
             log.warning("Rank %d: the checkpoint %s is skipped: %s", self._trainer.global_rank, path, what)
         return found.entry
@@ -88,10 +90,15 @@ class CheckpointRecovery:
 
         In a fit, also pass this rank's position in the data to `Resume`. In a fit, all ranks call this together.
         """
-        if entry.path != self._verified:
+        loaded = self._loaded
+        self._loaded = None
+        if loaded is not None and loaded[0] == entry.path:
+            checkpoint, resume = loaded[1]
+        else:
             store.verify(entry)
-        pickles = self._settings.objects == "pickle"
-        checkpoint, resume = whole(store, entry, names_of(self._trainer), pickles=pickles)
+            checkpoint, resume = whole(
+                store, entry, names_of(self._trainer), pickles=self._settings.objects == "pickle"
+            )
         if self._trainer.state.fn == "fit":
             reopens = self._reopens(checkpoint, resume, entry)
             if reopens:
@@ -99,6 +106,18 @@ class CheckpointRecovery:
             self._go_on(resume, store, entry, _reopened if reopens else lambda state: state)
             self.entry = entry
         return checkpoint
+
+    def _read(self, entry: CheckpointEntry) -> None:
+        """Load a checkpoint for `load`; raise ValueError if it does not hold what this program saves."""
+        pickles = self._settings.objects == "pickle"
+        try:
+            checkpoint, resume = whole(self._store, entry, names_of(self._trainer), pickles=pickles)
+            check_state(checkpoint, resume, self._trainer._checkpoint_connector._get_loops_state_dict())
+        except CheckpointError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"it does not hold what a checkpoint must: {type(error).__name__}: {error}") from error
+        self._loaded = (entry.path, (checkpoint, resume))
 
     def _reopens(self, checkpoint: dict[str, Any], resume: Any, entry: CheckpointEntry) -> bool:
         """Return whether a resume continues the epoch in which training stopped, instead of beginning the next epoch.
