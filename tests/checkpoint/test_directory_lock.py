@@ -136,7 +136,7 @@ def test_a_deleted_directory_of_another_program_is_left(tmp_path: Path):
     first = taken(store)
     shutil.rmtree(store.dirpath)
     second = taken(store, "second")
-    with pytest.raises(CheckpointError, match="was deleted while this program trained into it. .* is in use"):
+    with pytest.raises(CheckpointError, match=r"was deleted while this program trained into it\. .* is in use"):
         first.renew()
     second.renew()
     second.release()
