@@ -318,7 +318,8 @@ def _unpickler(entry: CheckpointEntry, manifest: Manifest, pickles: bool) -> Cal
         raise CheckpointError(
             f"{entry.path} holds pickled objects: to load it executes code that is in it. If you trust everybody who "
             "can write there, ask for it by `FaultTolerantCheckpoint(objects='pickle')`, "
-            "`CheckpointReader(objects='pickle')`, or `lightning-async checkpoint export --objects pickle`."
+            "`CheckpointReader(objects='pickle')`, `load_from_checkpoint(weights_only=False)`, or "
+            "`lightning-async checkpoint export --objects pickle`."
         )
 
     def unpickle(data: bytes) -> Any:

@@ -336,6 +336,11 @@ class CheckpointEntry:
     error: CheckpointError | OSError | None = None
 
 
+def is_name(name: str) -> bool:
+    """Return whether the folder of a checkpoint may have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def failure_of(rank: int) -> str:
     """Return the name of the file in which a rank reports a failure."""
     return f"rank-{rank}.failed"

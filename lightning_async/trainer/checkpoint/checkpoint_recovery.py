@@ -24,7 +24,7 @@ from torch.futures import Future
 from lightning_async._checks import check_choice
 from lightning_async.checkpoint.recovery import recover
 from lightning_async.checkpoint.shards import load_own
-from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
+from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore, is_name
 from lightning_async.errors import CheckpointError
 from lightning_async.trainer.checkpoint.checkpoint_state import check_state, whole
 from lightning_async.trainer.checkpoint.resume import Resume
@@ -32,7 +32,7 @@ from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.data.samplers import resized
 from lightning_async.trainer.environment.environments import NOBODY, names_of
 from lightning_async.trainer.loops.loop_state import among, beside, completed, has_none
-from lightning_async.trainer.namespace import fabric
+from lightning_async.trainer.namespace import fabric, override, readers_of_files
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
@@ -235,8 +235,44 @@ def entry_at(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
     except TypeError:
         # A path of another kind is for another checkpoint plugin.
         return None
+    if not is_name(name):  # nothing is listed for a file of another kind, which may be at a URL
+        return None
     store = CheckpointStore(dirpath or ".")
     return next(((store, entry) for entry in store.entries(name=name)), None)
+
+
+def _named(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
+    """Return the result of `entry_at`; raise CheckpointError for a directory of checkpoints."""
+    found = entry_at(path)
+    if found or not isinstance(path, str | os.PathLike) or not os.path.isdir(path):
+        return found
+    if entries := CheckpointStore(path).entries():
+        raise CheckpointError(f"{path} is a directory of checkpoints: name one, as {entries[0].path}, the newest.")
+    return None
+
+
+def load_folders() -> None:
+    """Make Lightning load this package's checkpoints by their paths, wherever it loads a file.
+
+    This replaces the function by which Lightning reads files, in the modules of ``load_from_checkpoint`` and of its
+    checkpoint plugin. For anything but a checkpoint of this package, Lightning's own function is called.
+    """
+    for module in readers_of_files():
+        override(module, "pl_load", _load_folder)
+
+
+def _load_folder(
+    original: Any, path: Any, map_location: Any = None, weights_only: bool | None = None, **kwargs: Any
+) -> Any:
+    if not (found := _named(path)):
+        return original(path, map_location=map_location, weights_only=weights_only, **kwargs)
+    found[0].verify(found[1])
+    checkpoint, _ = whole(*found, NOBODY, pickles=weights_only is False)
+    # A function or a dictionary says where tensors of certain devices go, and these are on the CPU.
+    if isinstance(map_location, str | torch.device):
+        move_data_to_device = fabric("utilities.apply_func").move_data_to_device
+        checkpoint["state_dict"].update(move_data_to_device(dict(checkpoint["state_dict"]), map_location))
+    return checkpoint
 
 
 class _Wrapping(_CheckpointIO):
@@ -267,10 +303,8 @@ class DirectoryIO(_Wrapping):
         self._load = load
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if found := entry_at(path):
+        if found := _named(path):
             return self._load(*found)
-        if isinstance(path, str | os.PathLike) and os.path.isdir(path) and (entries := CheckpointStore(path).entries()):
-            raise CheckpointError(f"{path} is a directory of checkpoints: name one, as {entries[0].path}, the newest.")
         return super().load_checkpoint(path, *args, **kwargs)
 
 
