@@ -21,6 +21,7 @@ from lightning_async.algorithms import (
 from lightning_async.checkpoint.recovery import STRATEGIES, candidates
 from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.checkpoint.checkpoint_recovery import load_folders
 from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.loops.preemption import TRY_AGAIN
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Checkpoint
 else:
     Checkpoint = pytorch("callbacks").Checkpoint
+
+# Here, and not in a fit, because scripts load checkpoints of earlier programs.
+load_folders()
 
 Busy = Literal["latest", "wait", "skip"]
 Objects = Literal["refuse", "pickle"]

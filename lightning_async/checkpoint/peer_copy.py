@@ -205,9 +205,10 @@ class PeerCopySender:
 
 
 def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCopy | None, dict[str, str]]:
-    """Return the newest copy of a rank's state that other ranks store; delete the older copies.
+    """Return the newest undamaged copy of a rank's state that other ranks store; delete the other copies.
 
-    All ranks are asked at the same time. A rank is given up after `SILENCE_S` without an answer.
+    All ranks are asked at the same time. A rank is given up after `SILENCE_S` without an answer. If all copies are
+    damaged, none is deleted.
 
     Args:
         owner: Name of the rank whose state is wanted.
@@ -215,8 +216,8 @@ def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCo
         keepers: Address of each rank that may store a copy, by the rank's name.
 
     Returns:
-        The copy, or None if there is none or the newest one is damaged; and, by rank, the reason why no copy came from
-        it. A damaged copy has the key ``"that has a copy"``.
+        The copy, or None if there is no undamaged one; and, by rank, the reason why no copy came from it. A damaged
+        copy has the key ``"that has a copy"``.
     """
     if not keepers:
         return None, {}
@@ -230,22 +231,23 @@ def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCo
                     copies.append((keepers[name], *found))
             except OSError as error:
                 silent[name] = f"{type(error).__name__}: {error}"
-    if not copies:
-        return None, silent
-    address, label, data = max(copies, key=lambda copy: _age(copy[1]))
-    for other, _, _ in copies:
-        if other != address:
-            with contextlib.suppress(OSError):
-                forget(other, seal, owner)
-    begins = label.get("text")
-    whole = memoryview(data)
-    try:
-        if type(begins) is not int or not 0 <= begins <= len(whole):
-            raise DamagedCheckpoint(f"its text cannot begin at byte {begins!r} of {len(whole)}")
-        own = own_of(whole[:begins], bytes(whole[begins:]), f"the copy of rank {owner}'s state")
-    except DamagedCheckpoint as error:
-        return None, {**silent, "that has a copy": str(error)}
-    return PeerCopy(address, label, own), silent
+    # Nothing is forgotten before a copy is known to be whole.
+    for address, label, data in sorted(copies, key=lambda copy: _age(copy[1]), reverse=True):
+        begins = label.get("text")
+        whole = memoryview(data)
+        try:
+            if type(begins) is not int or not 0 <= begins <= len(whole):
+                raise DamagedCheckpoint(f"its text cannot begin at byte {begins!r} of {len(whole)}")
+            own = own_of(whole[:begins], bytes(whole[begins:]), f"the copy of rank {owner}'s state")
+        except DamagedCheckpoint as error:
+            silent["that has a copy"] = str(error)
+            continue
+        for other, _, _ in copies:
+            if other != address:
+                with contextlib.suppress(OSError):
+                    forget(other, seal, owner)
+        return PeerCopy(address, label, own), silent
+    return None, silent
 
 
 def _age(label: Mapping[str, Any]) -> tuple[float, float]:

@@ -81,18 +81,25 @@ def agree(rows: Sequence[Sequence[int]]) -> int | None:
 
 
 def recover(
-    store: CheckpointStore, strategy: str = "auto", best: Best | None = None, gather: Gather = lambda value: [value]
+    store: CheckpointStore,
+    strategy: str = "auto",
+    best: Best | None = None,
+    gather: Gather = lambda value: [value],
+    load: Callable[[CheckpointEntry], object] = lambda entry: None,
 ) -> Recovered:
     """Return the first checkpoint, in the order of `candidates`, that every rank finds undamaged.
 
     All ranks must call this together. Ranks may see different directories under the same path, for example on local
-    disks. A damaged checkpoint is put into quarantine.
+    disks. A damaged checkpoint is put into quarantine. One whose bytes are right, but whose contents make no sense to
+    this program, keeps its name.
 
     Args:
         store: The checkpoints.
         strategy: One of `STRATEGIES`, or ``"step=N"``. Default: ``"auto"``.
         best: Policy that ranks checkpoints by a metric, for ``"best"``. Default: None.
         gather: Function that returns a value of each rank, in rank order. Default: for a single rank.
+        load: Function that loads this rank's part of a verified checkpoint. It raises DamagedCheckpoint or ValueError
+            if the contents make no sense, and the next checkpoint is tried. Default: nothing is loaded.
 
     Raises:
         CheckpointError: No candidate can be read by all ranks, but the directory has checkpoints that may be undamaged;
@@ -109,10 +116,15 @@ def recover(
     while (number := agree(gather([entry.number for entry in order]))) is not None:
         entry = next(entry for entry in order if entry.number == number)
         order.remove(entry)
-        error = store.trouble(entry, *share)
+        error: Exception | None = store.trouble(entry, *share)
         # Each rank has read a share of the files: one bad share makes the checkpoint bad for all ranks of a directory.
         if not (bad := {place for place, wrong in gather([identity, error is not None]) if wrong}):
-            return replace(found, entry=entry)
+            try:  # only now, when all bytes are known to be right
+                load(entry)
+            except (DamagedCheckpoint, OSError, ValueError) as malformed:
+                error = malformed
+            if not (bad := {place for place, wrong in gather([identity, error is not None]) if wrong}):
+                return replace(found, entry=entry)
         _judge(store, entry, error, found)
         if identity in bad:
             whole.remove(entry)

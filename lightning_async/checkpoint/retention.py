@@ -111,17 +111,18 @@ class RetentionThread:
     def ask(self, task: Callable[[], object]) -> None:
         """Queue a task for the thread.
 
-        If the retention policy has raised an error in an earlier task, raise that error once, and do not queue the new
-        task.
+        If the retention policy has raised an error in an earlier task, raise that error once, after the new task is
+        queued.
         """
-        error = self._error
-        self._error = None
-        if error is not None:
-            raise error
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="lightning_async-keeper", daemon=True)
             self._thread.start()
+        error = self._error
+        self._error = None
+        # In any case: other ranks may wait for what the task reports.
         self._tasks.put(task)
+        if error is not None:
+            raise error
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -131,7 +132,7 @@ class RetentionThread:
                 log.warning("Old checkpoints in %s could not be deleted or marked: %s", self._store.dirpath, error)
             except Exception as error:
                 # An error of the policy is the user's, so the training thread raises it at its next call.
-                self._error = error
+                self._error = self._error or error
 
 
 def prune(

@@ -270,21 +270,22 @@ class Saver:
     def flush(self, timeout_s: float) -> None:
         """Wait until saves are written, and then until old checkpoints are deleted.
 
-        Each of the two waits takes at most ``timeout_s`` seconds. A timeout raises no error.
+        Both together take at most ``timeout_s`` seconds. A timeout raises no error.
         """
+        until = self._now() + timeout_s
         self.wait(timeout_s)
-        self._retention.flush(timeout_s)
+        self._retention.flush(max(0.0, until - self._now()))
 
     def close(self, timeout_s: float) -> None:
         """Wait for the last save, then end the writer process and the retention thread.
 
-        Each of the two waits takes at most about ``timeout_s`` seconds.
+        All waits together take at most about ``timeout_s`` seconds. What is not done then goes on by itself.
         """
-        began = self._now()
+        until = self._now() + timeout_s
         self.wait(timeout_s)
-        for result in self._writer.close(max(0.0, timeout_s - (self._now() - began))):
+        for result in self._writer.close(max(0.0, until - self._now())):
             self._take_result(result)
-        self._retention.close(timeout_s)
+        self._retention.close(max(0.0, until - self._now()))
 
     def _settled_within(self, timeout_s: float, settled: bool) -> bool:
         """Wait for at most ``timeout_s`` seconds, without a warning; return whether the wait has succeeded.

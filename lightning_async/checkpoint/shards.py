@@ -160,13 +160,13 @@ def load(
         shared |= part.shared()
     count = parts[0].count
     # Checksums cannot show this: each rank's files are whole, but they come from states that differ.
-    if sorted(shared) != list(range(count)) or any(part.count != count for part in parts):
+    if len(shared) != count or sorted(shared) != [*range(len(shared))] or any(part.count != count for part in parts):
         raise DamagedCheckpoint(
             f"{entry.path}: ranks {list(manifest.ranks)} have written {len(shared)} of {count} tensors that they "
             "share: was their state equal?"
         )
     own = next((part.own() for part in parts if part.rank == rank), None)
-    return Loaded(parts[0].shared_tree([shared[i] for i in range(count)]), own, manifest)
+    return Loaded(parts[0].shared_tree([shared[i] for i in range(len(shared))]), own, manifest)
 
 
 def load_own(
@@ -245,7 +245,8 @@ class _Part:
         cls, store: CheckpointStore, folder: str, rank: int, mapped: bool, unpickle: Callable[[bytes], Any] | None
     ) -> _Part:
         path = f"{folder}/rank-{rank}.json"
-        return cls(rank, path, store.files.view(f"{folder}/rank-{rank}.bin"), store.files.read(path), mapped, unpickle)
+        text = bytes(store.files.view(path))
+        return cls(rank, path, store.files.view(f"{folder}/rank-{rank}.bin"), text, mapped, unpickle)
 
     def shared(self) -> dict[int, Tensor]:
         with self._naming():
@@ -317,7 +318,8 @@ def _unpickler(entry: CheckpointEntry, manifest: Manifest, pickles: bool) -> Cal
         raise CheckpointError(
             f"{entry.path} holds pickled objects: to load it executes code that is in it. If you trust everybody who "
             "can write there, ask for it by `FaultTolerantCheckpoint(objects='pickle')`, "
-            "`CheckpointReader(objects='pickle')`, or `lightning-async checkpoint export --objects pickle`."
+            "`CheckpointReader(objects='pickle')`, `load_from_checkpoint(weights_only=False)`, or "
+            "`lightning-async checkpoint export --objects pickle`."
         )
 
     def unpickle(data: bytes) -> Any:

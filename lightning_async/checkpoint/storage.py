@@ -15,18 +15,22 @@ import json
 import mmap
 import os
 import re
+import stat
 import time
 import uuid
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from lightning_async.errors import DamagedCheckpoint
 
 PIECE = 4 << 20
 """Number of bytes that are written or read at a time: few enough to be in the processor's cache for the checksum."""
+
+LONGEST_TEXT = 64 << 20
+"""Largest number of bytes of a manifest, and of other short files."""
 
 STALE_S = 3600.0
 """Seconds without a change after which a folder counts as unused, on file systems without locks."""
@@ -68,6 +72,13 @@ class Lock:
     def write(self, data: bytes) -> None:
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, data, 0)
+
+    def is_at(self, path: str) -> bool:
+        """Return whether the path still leads to the locked file: it may have been deleted, and made again."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.lstat(path))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Close the descriptor in this process; a second call does nothing."""
@@ -148,11 +159,17 @@ class LocalFiles:
     def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
         """Write a file, and make its folder if the folder is missing; the file is durable when this returns.
 
-        An existing file is overwritten.
+        An existing file is replaced. So is a link, whose target stays as it is.
         """
         self._make(os.path.dirname(path))
+        new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _naming(path):
-            descriptor = self._calls.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            # Never into what is there: whoever may write into the folder could have made a link to any file.
+            try:
+                descriptor = self._calls.open(path, new, 0o666)
+            except FileExistsError:
+                self.unlink(path)
+                descriptor = self._calls.open(path, new, 0o666)
             try:
                 size = crc = 0
                 for piece in pieces(chunks):
@@ -167,7 +184,10 @@ class LocalFiles:
         return FileRecord(size, crc)
 
     def read(self, path: str) -> bytes:
-        with _naming(path), open(path, "rb") as file:
+        """Return the contents of a short file; raise DamagedCheckpoint if it has more than `LONGEST_TEXT` bytes."""
+        with _naming(path), _plain(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > LONGEST_TEXT:
+                raise DamagedCheckpoint(f"{path} has {size} bytes; at most {LONGEST_TEXT} are read at once.")
             return file.read()
 
     def view(self, path: str) -> memoryview:
@@ -175,7 +195,7 @@ class LocalFiles:
 
         Writes to the returned memory do not change the file.
         """
-        with _naming(path), open(path, "rb") as file:
+        with _naming(path), _plain(path) as file:
             # `mmap` refuses empty files.
             if not os.fstat(file.fileno()).st_size:
                 return memoryview(b"")
@@ -183,7 +203,7 @@ class LocalFiles:
 
     def check(self, path: str, record: FileRecord) -> None:
         """Read the whole file; raise `DamagedCheckpoint` if the file is missing or differs from the record."""
-        with checking(path, record), _naming(path), open(path, "rb", buffering=0) as file:
+        with checking(path, record), _naming(path), _plain(path) as file:
             compare(path, record, os.fstat(file.fileno()).st_size, iter(lambda: file.read(PIECE), b""))
 
     def sync(self, folder: str) -> None:
@@ -239,7 +259,7 @@ class LocalFiles:
     def hold(self, folder: str) -> Iterator[None]:
         """Make a folder; during the block, mark the folder as used by a living process, see `idle`."""
         self._make(folder)
-        with self._opened(folder) as descriptor:
+        with self._opened(folder, os.O_NOFOLLOW) as descriptor:
             # Without waiting, and without an error: if there are no locks, others look at the folder's age.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -285,10 +305,15 @@ class LocalFiles:
 
         Raises:
             BlockingIOError: Another process holds a lock that excludes this one.
+            DamagedCheckpoint: There is a link, a folder, a pipe or a device in place of the file.
         """
         self._make(os.path.dirname(path))
+        if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
+            raise DamagedCheckpoint(f"{path} is a link, a folder, a pipe or a device, and no file of ours: delete it.")
+        # What comes in its place in this moment is not followed, nor waited for.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with _naming(path):
-            descriptor = self._calls.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = self._calls.open(path, flags, 0o666)
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
@@ -310,12 +335,22 @@ class LocalFiles:
         self.sync(above)
 
     @contextlib.contextmanager
-    def _opened(self, folder: str) -> Iterator[int]:
-        descriptor = self._calls.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _opened(self, folder: str, flags: int = 0) -> Iterator[int]:
+        descriptor = self._calls.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
         try:
             yield descriptor
         finally:
             self._calls.close(descriptor)
+
+
+def _plain(path: str) -> IO[bytes]:
+    """Open a file for reading, without a buffer; raise DamagedCheckpoint for a pipe, a device or a folder."""
+    # Without waiting: a pipe opens only when somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedCheckpoint(f"{path} is a folder, a pipe or a device, where a file was written.")
+    return open(descriptor, "rb", buffering=0)
 
 
 @contextlib.contextmanager

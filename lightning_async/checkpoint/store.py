@@ -302,7 +302,7 @@ class CheckpointStore:
         if (manifest.number, manifest.step) != (entry.number, entry.step):
             raise DamagedCheckpoint(f"{path} is that of {manifest.number:06d}-step-{manifest.step}.")
         if absent := [rank for rank in manifest.ranks if _rank_manifest(rank) not in manifest.files]:
-            raise DamagedCheckpoint(f"{path} has no files of ranks {absent}.")
+            raise DamagedCheckpoint(f"{path} has no files of ranks {absent[:8]}.")
         return manifest
 
     def _is_good(self, entry: CheckpointEntry) -> bool:
@@ -334,6 +334,11 @@ class CheckpointEntry:
     manifest: Manifest | None = None
     good: bool = False
     error: CheckpointError | OSError | None = None
+
+
+def is_name(name: str) -> bool:
+    """Return whether the folder of a checkpoint may have this name."""
+    return _NAME.fullmatch(name) is not None
 
 
 def failure_of(rank: int) -> str:

@@ -189,6 +189,8 @@ class Writer:
         self._growth.wait()
         process = self._process
         self._process = None
+        # A process that still writes does not end within a moment.
+        exit_s = 0.0 if self._flights else _EXIT_S
         for flight in self._flights:
             pid = process.pid if process else None
             results.append(self._failure(flight, f"is not written yet; process {pid} writes on, then ends by itself."))
@@ -197,7 +199,7 @@ class Writer:
             buffer.owner = BufferOwner.FREE
             buffer.release()
         if process is not None:
-            process.close()
+            process.close(exit_s)
         return results
 
     def _shard(self, job: SaveJob) -> CheckpointShard:
@@ -413,15 +415,15 @@ class WriterChannel:
         self._process.popen.kill()
         self._standstill = Standstill()
 
-    def close(self) -> str:
+    def close(self, timeout_s: float = _EXIT_S) -> str:
         """Close the channel, which makes the process end; return in words how the process has ended.
 
-        Wait about a second. A process that is still writing then is left to end by itself.
+        Wait for ``timeout_s`` seconds; default: one. A process that is still writing then is left to end by itself.
         """
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)  # works even if a fork of this process has the socket open
         self._channel.close()
-        status = self._process.wait(_EXIT_S)
+        status = self._process.wait(timeout_s)
         said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
         os.close(self._errors)
         if status is None:

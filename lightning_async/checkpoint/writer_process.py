@@ -306,11 +306,30 @@ class DirectoryLock:
         self.take()
 
     def keep(self) -> None:
-        """Take over the lock on ``.claim`` if the rank that held it has ended; otherwise do nothing. Does not wait."""
+        """Take over the lock on ``.claim`` if the rank that held it has ended. Does not wait."""
         if self._lock is None and self._shared is not None:
             with contextlib.suppress(OSError):  # another rank was quicker, or a process tests the lock just now
                 self._lock = self._store.files.lock(self._path)
                 self._say()
+
+    def renew(self) -> None:
+        """Lock the directory again if it was deleted, with the files that this program has locked.
+
+        Raises:
+            CheckpointError: Another program has locked the directory since then, or it is not writable.
+        """
+        if self._shared is None or self._shared.is_at(self._shared_path):
+            return
+        self._shared.close()
+        if self._lock is None or not self._lock.is_at(self._path):
+            self.release()
+            if words := self._take():
+                raise CheckpointError(f"{self._store.dirpath} was deleted while this program trained into it. {words}")
+        self._shared = self._store.files.lock(self._shared_path, shared=True)
+        log.warning(
+            "%s was deleted while this program trains into it: it is made again, without the checkpoints that were "
+            "there.", self._store.dirpath,
+        )  # fmt: skip
 
     def wait(self, gather: Gather = lambda value: [value], timeout_s: float = 600.0) -> None:
         """Wait until the writer processes of earlier programs have stopped writing into the directory.
@@ -360,7 +379,7 @@ class DirectoryLock:
                 if time.monotonic() > until:
                     return self._refusal(holder)
                 time.sleep(_PAUSE_S)
-            except OSError as error:
+            except (CheckpointError, OSError) as error:
                 where = f"{self._store.dirpath} cannot be written into"
                 return f"{where}: {error} (make that possible, or pass another `dirpath`)"
             else:
@@ -392,7 +411,7 @@ class DirectoryLock:
     def _holder(self) -> dict[str, Any]:
         try:
             found = json.loads(self._store.files.read(self._path))
-        except (OSError, ValueError):  # the holder has not written its name yet
+        except (CheckpointError, OSError, ValueError):  # the holder has not written its name yet
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -407,7 +426,11 @@ class DirectoryLock:
 
 
 def lock_of_writer(files: Files, dirpath: str, rank: int) -> Lock | None:
-    """Take the lock that a rank's writer process is to hold until it ends; return None if the lock cannot be taken."""
+    """Take the lock that a rank's writer process is to hold until it ends; return None if the lock cannot be taken.
+
+    Raises:
+        DamagedCheckpoint: There is a link, or something else that is no file, in place of the lock file.
+    """
     try:
         return files.lock(f"{dirpath}/{_WRITER}{rank}", shared=True)
     except OSError:  # the first save will report what is wrong with the directory
@@ -425,7 +448,7 @@ def _is_free(files: Files, path: str) -> bool | None:
         lock = files.lock(path)
     except BlockingIOError:  # a process holds it, or tests it just now
         return False
-    except OSError:
+    except (CheckpointError, OSError):
         return None
     if lock is None:
         return None

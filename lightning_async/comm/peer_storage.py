@@ -116,17 +116,17 @@ class PeerStoreConnection:
             raise ConnectionError("a message came that is none of this job's")
         return message
 
-    def send(self, data: memoryview) -> None:
-        """Send bytes and their checksum."""
+    def send(self, data: memoryview, crc32: int | None = None) -> None:
+        """Send bytes and their checksum: ``crc32``, if it is known from an earlier time, or the present one."""
         total = 0
         for at in range(0, len(data), _PIECE):
             piece = data[at : at + _PIECE]
             total = zlib.crc32(piece, total)
             self.socket.sendall(piece)
-        self.say({"crc32": total})
+        self.say({"crc32": total if crc32 is None else crc32})
 
-    def receive_into(self, data: memoryview) -> None:
-        """Receive the bytes that `send` sends, and check them."""
+    def receive_into(self, data: memoryview) -> int:
+        """Receive the bytes that `send` sends, check them, and return their checksum."""
         total = 0
         at = 0
         while at < len(data):
@@ -135,7 +135,8 @@ class PeerStoreConnection:
             total = zlib.crc32(data[at : at + count], total)
             at = at + count
         if self.hear().get("crc32") != total:
-            raise ConnectionError(f"{len(data)} bytes have not arrived as they were sent")
+            raise ConnectionError(f"{len(data)} bytes have not arrived as they were sent, or were kept as they arrived")
+        return total
 
     def receive(self, count: int) -> bytearray:
         data = bytearray(count)
@@ -229,6 +230,8 @@ _ENDS_S = 5.0
 class _Parcel:
     label: dict[str, Any]
     data: bytearray
+    crc32: int
+    """Checksum of the bytes when they arrived, by which `fetch` notices bytes that have changed in memory."""
     readers: int = 0
 
 
@@ -338,14 +341,14 @@ class PeerStore:
                 return
         try:
             line.say({})
-            line.receive_into(memoryview(data))
+            crc32 = line.receive_into(memoryview(data))
         except BaseException:
             with self._lock:
                 self._spare.setdefault(owner, data)
             raise
         with self._lock:
             before = self._kept.get(owner)
-            self._kept[owner] = _Parcel(dict(told["label"]), data)
+            self._kept[owner] = _Parcel(dict(told["label"]), data, crc32)
             # Memory that is still being sent must not be overwritten by the next deposit.
             if before is not None and not before.readers:
                 self._spare[owner] = before.data
@@ -361,7 +364,7 @@ class PeerStore:
             return
         try:
             line.say({"size": len(parcel.data), "label": parcel.label})
-            line.send(memoryview(parcel.data))
+            line.send(memoryview(parcel.data), parcel.crc32)
         finally:
             with self._lock:
                 parcel.readers -= 1

@@ -76,6 +76,13 @@ def fabric(module: str) -> ModuleType:
     return importlib.import_module(f"{root}.{module}")
 
 
+def readers_of_files() -> list[ModuleType]:
+    """Return the imported modules, of both namespaces, whose function ``pl_load`` reads checkpoint files."""
+    saving = [f"{each}.core.saving" for each in _NAMESPACES]
+    plugins = [f"{each}.plugins.io.torch_io" for each in ("lightning.fabric", "lightning_fabric")]
+    return [sys.modules[each] for each in (*saving, *plugins) if each in sys.modules]
+
+
 def refuse_elsewhere(strategy: type, names: Iterable[str]) -> None:
     """Make the Trainer of the other namespace explain why it refuses ``strategy``.
 

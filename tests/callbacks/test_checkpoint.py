@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_async import DivergenceMonitor, FaultTolerantCheckpoint
 from lightning_async.algorithms import AtEpochEnd, Best, EveryNth, KeepAny, Latest
 from lightning_async.algorithms.divergence import History
+from lightning_async.checkpoint.shards import load
 from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.checkpoint.writer import SaveJob, Writer
 from lightning_async.data import iterators
 from lightning_async.errors import CheckpointError
 from lightning_async.trainer.namespace import pl
@@ -329,6 +332,41 @@ def test_damage_is_named_and_set_aside(tmp_path: Path, caplog: pytest.LogCapture
         assert min(train(every(tmp_path, 5)).losses) == 20
     assert "rank-0.bin has the checksum" in caplog.text
     assert [path.name for path in tmp_path.iterdir() if "damaged" in path.name] == [f"{newest.name}.damaged-1"]
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change what rank 0 has saved in the newest checkpoint, and make all checksums right."""
+    store = CheckpointStore(folder)
+    (newest, *_) = store.entries()
+    assert newest.manifest is not None
+    loaded = load(store, newest, 0)
+    change(loaded.own)
+    store.files.remove(newest.path)
+    writer = Writer(folder)
+    writer.save(SaveJob(newest.number, newest.step, "forged", (0,), loaded.shared, loaded.own, asdict(newest.manifest)))
+    assert [result.error for result in writer.close(60.0)] == [None]
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no checkpoint": lambda own: own.pop("checkpoint"),
+    "no step": lambda own: own["checkpoint"].update(global_step="ten"),
+    "a list of loops": lambda own: own["checkpoint"].update(loops=[]),
+    "a negative count": lambda own: own["checkpoint"]["loops"]["fit_loop"]["epoch_progress"]["total"].update(ready=-1),
+    "a word for a count": lambda own: own["checkpoint"]["loops"]["fit_loop"].update(epoch_progress="first"),
+    "no loaders": lambda own: own["resume"].update(loaders=3),
+    "a hundred million ranks": lambda own: own["resume"].update(dealt=(0, 10**8)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_contents_that_no_save_writes_are_passed_over(
+    tmp_path: Path, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(every(tmp_path, 5))
+    forge(tmp_path, WRONG[wrong])
+    with caplog.at_level(logging.WARNING, "lightning_async"):
+        assert min(train(every(tmp_path, 5)).losses) == 20
+    assert "000005-step-24 is skipped: it does not hold what a checkpoint must" in caplog.text
 
 
 def test_what_cannot_be_cleaned_is_named_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

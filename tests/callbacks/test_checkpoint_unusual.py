@@ -6,6 +6,8 @@ import contextlib
 import copy
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +117,63 @@ def test_best_is_by_the_policy_or_the_newest(tmp_path: Path) -> None:
         trainer.fit(module, data())
         trainer.test(dataloaders=whole_data(), ckpt_path="best")
         assert f"-step-{step}" in trainer.ckpt_path
+
+
+class Sized(Noisy):
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, name: str = "") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return data()
+
+
+def test_a_folder_loads_wherever_lightning_loads_a_file(tmp_path: Path) -> None:
+    saved, module = every(tmp_path / "run", 12), Sized(5)
+    trainer_of(saved).fit(module, datamodule=Data("digits"))
+    path = saved.best_model_path
+    for name in (path, Path(path), f"{path}/"):
+        loaded = Sized.load_from_checkpoint(name)
+        assert loaded.hparams.size == 5  # pyright: ignore[reportAttributeAccessIssue]
+        for one, other in zip(module.state_dict().values(), loaded.state_dict().values(), strict=True):
+            assert torch.equal(one, other)
+    assert Sized.load_from_checkpoint(path, map_location="cpu", size=7).hparams.size == 7  # pyright: ignore
+    assert Data.load_from_checkpoint(path).hparams.name == "digits"  # pyright: ignore[reportAttributeAccessIssue]
+    # In a program that trains nothing, so that no callback of this package reads it.
+    trainer_of().test(tested := Evaluated(), whole_data(), ckpt_path=path)
+    assert tested.tested == float(module.net[0].weight.sum())  # pyright: ignore
+    # A file of Lightning's own still loads.
+    torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.0"}, tmp_path / "own.ckpt")
+    assert torch.equal(Sized.load_from_checkpoint(tmp_path / "own.ckpt").net[0].weight, module.net[0].weight)
+
+
+def test_a_folder_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    train(saved := every(tmp_path, 12))
+    with pytest.raises(CheckpointError, match=r"is a directory of checkpoints: name one, as .*-step-24"):
+        Noisy.load_from_checkpoint(tmp_path)
+    (Path(saved.best_model_path) / "rank-0.bin").write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match="has 0 bytes"):
+        Noisy.load_from_checkpoint(saved.best_model_path)
+
+
+def test_the_other_namespace_loads_folders_as_well(tmp_path: Path) -> None:
+    other = "pytorch_lightning" if pl.__name__ == "lightning.pytorch" else "lightning.pytorch"
+    train(saved := every(tmp_path, 12))
+    program = (
+        f"import {pl.__name__}, {other} as other, lightning_async; from torch import nn\n"
+        "class M(other.LightningModule):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))\n"
+        f"print('loaded', len(list(M.load_from_checkpoint({saved.best_model_path!r}).parameters())))"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert "loaded 6" in out.stdout, out.stderr
 
 
 class Poisoned(Noisy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -96,6 +97,49 @@ def test_a_program_whose_first_rank_is_lost_keeps_the_directory(tmp_path: Path):
             taken(store, "second")
         ours.release()
         taken(store, "second").release()
+
+
+@pytest.mark.parametrize("name", [".claim", ".ranks"])
+def test_a_link_in_place_of_a_lock_file_is_named(tmp_path: Path, name: str):
+    (target := tmp_path / "precious").write_bytes(b"x" * 50)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(target)
+    with pytest.raises(CheckpointError, match=rf"run/\{name} is a link, .* and no file of ours: delete it"):
+        taken(CheckpointStore(tmp_path / "run"))
+    assert target.read_bytes() == b"x" * 50
+
+
+def test_a_link_in_place_of_a_writers_lock_is_named(tmp_path: Path):
+    (tmp_path / ".writer-0").symlink_to("precious")
+    with pytest.raises(CheckpointError, match=r"\.writer-0 is a link"):
+        Writer(tmp_path).start()
+
+
+def test_a_deleted_directory_is_locked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    store = CheckpointStore(tmp_path / "run")
+    ranks = [taken(store), taken(store)]
+    shutil.rmtree(store.dirpath)
+    for rank in reversed(ranks):
+        rank.renew()
+    assert caplog.text.count("was deleted while this program trains into it") == 2
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+        taken(store, "second")
+    for rank in ranks:
+        rank.renew()
+        rank.release()
+    assert len(caplog.records) == 2
+    taken(store, "second").release()
+
+
+def test_a_deleted_directory_of_another_program_is_left(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run")
+    first = taken(store)
+    shutil.rmtree(store.dirpath)
+    second = taken(store, "second")
+    with pytest.raises(CheckpointError, match=r"was deleted while this program trained into it\. .* is in use"):
+        first.renew()
+    second.renew()
+    second.release()
 
 
 def test_a_rank_joins_where_the_first_one_was_stopped_when_the_others_lost_it_and_is_gone(tmp_path: Path):

@@ -184,6 +184,31 @@ def test_of_several_copies_the_newest_counts_and_others_are_forgotten(keepers: d
     assert keepers["0"].owners == ("1",)
 
 
+@pytest.mark.parametrize("damage", ["a byte of a tensor", "a byte of the text", "the length"])
+def test_a_damaged_copy_does_not_cost_the_older_one(keepers: dict[str, PeerStore], damage: str) -> None:
+    for name, step in (("0", 1), ("2", 2)):
+        sender = PeerCopySender("1", SEAL)
+        assert sender.send(keepers[name].address, {"step": step, "at": float(step)}, {"x": torch.full((4,), step)})
+        assert sent(sender).error is None
+        sender.close()
+    newest = keepers["2"]._kept["1"]
+    if damage == "the length":
+        newest.label["text"] = 10**9
+    else:
+        newest.data[0 if "tensor" in damage else newest.label["text"] + 5] ^= 0x40
+    found, silent = find("1", SEAL, {name: keeper.address for name, keeper in keepers.items()})
+    assert found is not None and found.label["step"] == 1 and found.own["x"].tolist() == [1, 1, 1, 1]
+    assert len(silent) == 1
+    assert keepers["0"].owners == ("1",)
+
+
+def test_copies_that_are_all_damaged_stay(keepers: dict[str, PeerStore]) -> None:
+    for keeper in keepers.values():
+        deposit(keeper.address, SEAL, "1", {"text": 99}, memoryview(b"ab{}"))
+    assert find("1", SEAL, {name: keeper.address for name, keeper in keepers.items()})[0] is None
+    assert [keeper.owners for keeper in keepers.values()] == [("1",), ("1",)]
+
+
 def test_bytes_that_are_no_state_count_as_none(keepers: dict[str, PeerStore]) -> None:
     for label, why in (
         ({"text": 2}, "the copy of rank 1's state does not say what it should"),

@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from lightning_async.algorithms import Best
 from lightning_async.checkpoint import store as manifest
 from lightning_async.checkpoint.recovery import STRATEGIES, agree, candidates, recover
 from lightning_async.checkpoint.storage import LocalFiles, seal
-from lightning_async.checkpoint.store import CheckpointStore
-from lightning_async.errors import CheckpointError
+from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
+from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from tests.checkpoint.stores import assert_whole, save, write_ranks
 
 LOSS = Best("loss")
@@ -103,6 +104,30 @@ def test_every_damaged_one_is_tried_named_and_kept(store: CheckpointStore):
     damage(store, 1)
     assert recover(store).entry is None  # nothing is left: training begins anew, and `damaged` says why
     assert store.next_number() == 6
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0.bin"])
+def test_a_pipe_in_place_of_a_file_is_damage(store: CheckpointStore, name: str):
+    path = Path(store.final(5, 30)) / name
+    path.unlink()
+    os.mkfifo(path)
+    found = recover(store)
+    assert found.entry is not None and found.entry.number == 4 and "a pipe" in found.damaged[store.final(5, 30)]
+
+
+def test_contents_that_make_no_sense_are_passed_over(store: CheckpointStore):
+    def load(entry: CheckpointEntry) -> None:
+        if entry.number == 5:
+            raise ValueError("it makes no sense")
+        if entry.number == 4:
+            raise DamagedCheckpoint("it is no state")
+
+    found = recover(store, load=load)
+    assert found.entry is not None and found.entry.number == 3
+    assert found.unreadable == {store.final(5, 30): "it makes no sense"}
+    assert found.damaged == {store.final(4, 20): "it is no state"}
+    assert [entry.number for entry in store.entries()] == [5, 3, 2, 1]
 
 
 def test_at_a_url_too():
@@ -220,6 +245,18 @@ def test_ranks_with_one_directory_divide_the_reading(store: CheckpointStore, mon
         left = next(iter(range(number - 1, 0, -1)), None)
         assert Ranks(3).recover([CheckpointStore(store.dirpath) for _ in range(3)]) == [left] * 3
     assert len(os.listdir(store.dirpath)) == 5
+
+
+def test_one_rank_that_cannot_load_it_is_enough(store: CheckpointStore):
+    def load(rank: int, entry: CheckpointEntry) -> None:
+        if (rank, entry.number) == (1, 5):
+            raise ValueError("it makes no sense")
+
+    ranks = Ranks(3)
+    with ThreadPoolExecutor(3) as pool:
+        tasks = [pool.submit(recover, store, gather=ranks.gather(r), load=partial(load, r)) for r in range(3)]
+        found = [task.result(60.0).entry for task in tasks]
+    assert [entry and entry.number for entry in found] == [4, 4, 4]
 
 
 def test_ranks_with_directories_of_their_own_take_what_all_can_read(store: CheckpointStore, tmp_path: Path):

@@ -116,9 +116,11 @@ def test_a_policy_that_fails_is_raised_where_it_was_asked(tmp_path: Path):
     keeper = RetentionThread(store, Broken())
     keeper.prune()
     assert keeper.flush(30)
+    temporary = store.temporary(2, 20, "run")
     with pytest.raises(ZeroDivisionError, match="a mistake"):
-        keeper.prune()
+        keeper.give_up(temporary, 1, "no room")
     assert keeper.close(30)
+    assert os.listdir(temporary) == ["rank-1.failed"], "others wait for this"
 
 
 def test_a_deletion_that_never_ends_does_not_hold_up_the_end(tmp_path: Path):

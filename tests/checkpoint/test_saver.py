@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -131,3 +132,25 @@ def test_a_save_that_takes_very_long_is_told_of(
         os.kill(pid, signal.SIGCONT)
         saver.close(20.0)
     assert [entry.step for entry in CheckpointStore(tmp_path).entries()] == [10]
+
+
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_waits_at_the_end_take_their_timeout_once(tmp_path: Path, end: str) -> None:
+    """The writer process is stopped, and a deletion does not end either."""
+    saver = Saver(CheckpointStore(tmp_path), 0, "run", Latest(2))
+    saver.save(1, 1, [0], {"w": torch.zeros(10)}, {}, {})
+    saver.wait(60.0)
+    writer = saver._writer.pid
+    assert writer is not None and saver.costs.committed == 1
+    os.kill(writer, signal.SIGSTOP)
+    allowed = threading.Event()
+    try:
+        saver.save(2, 2, [0], {"w": torch.zeros(10)}, {}, {})
+        saver._retention.ask(lambda: allowed.wait(60.0))
+        began = time.monotonic()
+        getattr(saver, end)(3.0)
+        assert 2.9 < time.monotonic() - began < 5.0
+    finally:
+        allowed.set()
+        os.kill(writer, signal.SIGCONT)
+        saver.close(60.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,17 @@ def test_text_that_makes_no_sense_is_damage(tmp_path: Path, text: bytes):
     (tmp_path / entry.name / "rank-0.json").write_bytes(text)
     with pytest.raises(DamagedCheckpoint, match=r"rank-0\.json does not say what it should"):
         load(CheckpointStore(tmp_path), entry, 5)
+
+
+def test_a_count_of_a_hundred_million_costs_no_memory(tmp_path: Path):
+    entry = commit(tmp_path, 3, (0,))
+    text = {"shared": {"count": 10**8, "tensors": {}, "tree": None}, "own": {"tree": None, "tensors": []}}
+    (tmp_path / entry.name / "rank-0.json").write_text(json.dumps(text))
+    tracemalloc.start()
+    with pytest.raises(DamagedCheckpoint, match="0 of 100000000 tensors"):
+        load(CheckpointStore(tmp_path), entry, 0)
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
 
 
 def test_one_thing_of_a_ranks_own_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -87,6 +87,60 @@ def test_a_path_or_a_url_has_its_file_system(tmp_path: Path, monkeypatch: pytest
         files.commit("memory://a/x", "memory://a/y")
 
 
+def put(kind: str, path: Path, target: Path) -> None:
+    """Something in place of a file, as anybody who may write into the folder can make it."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to({"link": target, "device": Path("/dev/zero"), "nowhere": target / "x"}[kind])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["link", "nowhere", "device", "pipe"])
+def test_a_write_replaces_what_is_no_file(tmp_path: Path, kind: str):
+    (target := tmp_path / "precious").write_bytes(b"x" * 50)
+    put(kind, tmp_path / "a", target)
+    LocalFiles().write(f"{tmp_path}/a", [b"new"])
+    assert (tmp_path / "a").read_bytes() == b"new" and not (tmp_path / "a").is_symlink()
+    assert target.read_bytes() == b"x" * 50
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["link", "nowhere", "device", "pipe", "folder"])
+def test_a_lock_is_no_link_pipe_or_device(tmp_path: Path, kind: str):
+    (target := tmp_path / "precious").write_bytes(b"x" * 50)
+    put(kind, tmp_path / "a", target)
+    with pytest.raises(DamagedCheckpoint, match="/a is a link, a folder, a pipe or a device"):
+        LocalFiles().lock(f"{tmp_path}/a")
+    assert target.read_bytes() == b"x" * 50 and sorted(os.listdir(tmp_path)) == ["a", "precious"]
+
+
+def test_a_link_in_place_of_a_folder_is_not_held(tmp_path: Path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "folder").symlink_to("elsewhere")
+    with pytest.raises(OSError, match="/folder"), LocalFiles().hold(f"{tmp_path}/folder"):
+        pass
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder"])
+def test_only_files_are_read_and_nothing_is_waited_for(tmp_path: Path, kind: str):
+    files = LocalFiles()
+    put(kind, tmp_path / "a", tmp_path)
+    for read in (files.read, files.view, lambda path: files.check(path, FileRecord(3, 0))):
+        with pytest.raises(DamagedCheckpoint, match="/a is a folder, a pipe or a device"):
+            read(f"{tmp_path}/a")
+
+
+def test_a_text_of_gigabytes_is_not_read(tmp_path: Path):
+    with (tmp_path / "a").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DamagedCheckpoint, match="1099511627776 bytes"):
+        LocalFiles().read(f"{tmp_path}/a")
+
+
 @pytest.mark.parametrize(("call", "number"), [("write", errno.ENOSPC), ("write", errno.EIO), ("fsync", errno.EIO)])
 def test_errors_name_the_path(tmp_path: Path, call: str, number: int):
     before = set(os.listdir("/proc/self/fd"))

@@ -24,15 +24,15 @@ from torch.futures import Future
 from lightning_async._checks import check_choice
 from lightning_async.checkpoint.recovery import recover
 from lightning_async.checkpoint.shards import load_own
-from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
+from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore, is_name
 from lightning_async.errors import CheckpointError
-from lightning_async.trainer.checkpoint.checkpoint_state import whole
+from lightning_async.trainer.checkpoint.checkpoint_state import check_state, whole
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.data.samplers import resized
 from lightning_async.trainer.environment.environments import NOBODY, names_of
 from lightning_async.trainer.loops.loop_state import among, beside, completed, has_none
-from lightning_async.trainer.namespace import fabric
+from lightning_async.trainer.namespace import fabric, override, readers_of_files
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class CheckpointRecovery:
         self.entry: CheckpointEntry | None = None
         # Whether a batch has been trained since. Until then a failure is probably caused by the checkpoint.
         self.got_on = False
-        # Ranks verify the chosen checkpoint while they agree on it. Its path saves `load` a second verification.
-        self._verified: str | None = None
+        # Ranks verify and load the chosen checkpoint while they agree on it, so that `load` need not do it again.
+        self._loaded: tuple[str, tuple[dict[str, Any], Any]] | None = None
 
     def choose(self) -> str | None:
         """Return the path of the checkpoint to resume from, equal on all ranks; None to begin from scratch.
@@ -60,16 +60,18 @@ class CheckpointRecovery:
         """
         if self._settings.recover is None:
             return None
-        entry = self.find(self._settings.recover)
-        self._verified = None if entry is None else entry.path
-        return self._verified
+        self._loaded = None
+        entry = self.find(self._settings.recover, self._read)
+        return None if entry is None else entry.path
 
-    def find(self, strategy: str) -> CheckpointEntry | None:
+    def find(
+        self, strategy: str, load: Callable[[CheckpointEntry], object] = lambda entry: None
+    ) -> CheckpointEntry | None:
         """Return the checkpoint that all ranks agree on for a recovery ``strategy``, or None; warn of damaged ones.
 
-        All ranks call this together. Raises the errors of `recover`.
+        All ranks call this together. See `recover` for ``load``, and for the errors.
         """
-        found = recover(self._store, strategy, self._settings.best, self.gather)
+        found = recover(self._store, strategy, self._settings.best, self.gather, load)
         for path, what in (found.damaged | found.unreadable).items():
             log.warning("Rank %d: the checkpoint %s is skipped: %s", self._trainer.global_rank, path, what)
         return found.entry
@@ -88,10 +90,15 @@ class CheckpointRecovery:
 
         In a fit, also pass this rank's position in the data to `Resume`. In a fit, all ranks call this together.
         """
-        if entry.path != self._verified:
+        loaded = self._loaded
+        self._loaded = None
+        if loaded is not None and loaded[0] == entry.path:
+            checkpoint, resume = loaded[1]
+        else:
             store.verify(entry)
-        pickles = self._settings.objects == "pickle"
-        checkpoint, resume = whole(store, entry, names_of(self._trainer), pickles=pickles)
+            checkpoint, resume = whole(
+                store, entry, names_of(self._trainer), pickles=self._settings.objects == "pickle"
+            )
         if self._trainer.state.fn == "fit":
             reopens = self._reopens(checkpoint, resume, entry)
             if reopens:
@@ -99,6 +106,18 @@ class CheckpointRecovery:
             self._go_on(resume, store, entry, _reopened if reopens else lambda state: state)
             self.entry = entry
         return checkpoint
+
+    def _read(self, entry: CheckpointEntry) -> None:
+        """Load a checkpoint for `load`; raise ValueError if it does not hold what this program saves."""
+        pickles = self._settings.objects == "pickle"
+        try:
+            checkpoint, resume = whole(self._store, entry, names_of(self._trainer), pickles=pickles)
+            check_state(checkpoint, resume, self._trainer._checkpoint_connector._get_loops_state_dict())
+        except CheckpointError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"it does not hold what a checkpoint must: {type(error).__name__}: {error}") from error
+        self._loaded = (entry.path, (checkpoint, resume))
 
     def _reopens(self, checkpoint: dict[str, Any], resume: Any, entry: CheckpointEntry) -> bool:
         """Return whether a resume continues the epoch in which training stopped, instead of beginning the next epoch.
@@ -216,8 +235,44 @@ def entry_at(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
     except TypeError:
         # A path of another kind is for another checkpoint plugin.
         return None
+    if not is_name(name):  # nothing is listed for a file of another kind, which may be at a URL
+        return None
     store = CheckpointStore(dirpath or ".")
     return next(((store, entry) for entry in store.entries(name=name)), None)
+
+
+def _named(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
+    """Return the result of `entry_at`; raise CheckpointError for a directory of checkpoints."""
+    found = entry_at(path)
+    if found or not isinstance(path, str | os.PathLike) or not os.path.isdir(path):
+        return found
+    if entries := CheckpointStore(path).entries():
+        raise CheckpointError(f"{path} is a directory of checkpoints: name one, as {entries[0].path}, the newest.")
+    return None
+
+
+def load_folders() -> None:
+    """Make Lightning load this package's checkpoints by their paths, wherever it loads a file.
+
+    This replaces the function by which Lightning reads files, in the modules of ``load_from_checkpoint`` and of its
+    checkpoint plugin. For anything but a checkpoint of this package, Lightning's own function is called.
+    """
+    for module in readers_of_files():
+        override(module, "pl_load", _load_folder)
+
+
+def _load_folder(
+    original: Any, path: Any, map_location: Any = None, weights_only: bool | None = None, **kwargs: Any
+) -> Any:
+    if not (found := _named(path)):
+        return original(path, map_location=map_location, weights_only=weights_only, **kwargs)
+    found[0].verify(found[1])
+    checkpoint, _ = whole(*found, NOBODY, pickles=weights_only is False)
+    # A function or a dictionary says where tensors of certain devices go, and these are on the CPU.
+    if isinstance(map_location, str | torch.device):
+        move_data_to_device = fabric("utilities.apply_func").move_data_to_device
+        checkpoint["state_dict"].update(move_data_to_device(dict(checkpoint["state_dict"]), map_location))
+    return checkpoint
 
 
 class _Wrapping(_CheckpointIO):
@@ -248,10 +303,8 @@ class DirectoryIO(_Wrapping):
         self._load = load
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if found := entry_at(path):
+        if found := _named(path):
             return self._load(*found)
-        if isinstance(path, str | os.PathLike) and os.path.isdir(path) and (entries := CheckpointStore(path).entries()):
-            raise CheckpointError(f"{path} is a directory of checkpoints: name one, as {entries[0].path}, the newest.")
         return super().load_checkpoint(path, *args, **kwargs)
 
 

@@ -27,6 +27,9 @@ REPLICAS = frozenset({"parameters"})
 """The parts of the state that are equal on all ranks at a sync point, if each rank has its own optimizer state."""
 ALIKE = frozenset({"parameters", "optimizer_states"})
 """The parts of the state that are equal on all ranks if the ranks take every step together."""
+_CHECKPOINT = {"epoch": int, "global_step": int, "loops": dict, "callbacks": dict, "state_dict": dict}
+_RESUME = {"where": str, "loaders": list, "unsaved": dict, "random": dict, "modes": dict, "combined": dict}
+_MOST_RANKS = 1 << 20
 _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 
 
@@ -231,6 +234,30 @@ def whole(
             "origin": f"save {entry.number} at step {entry.step}",
         }
     return checkpoint, own["resume"] if took_part else None
+
+
+def check_state(checkpoint: dict[str, Any], resume: Any, loops: dict[str, Any]) -> None:
+    """Raise ValueError unless the result of `whole` has entries, types and counts that a save can have written.
+
+    ``loops`` is the present state of the Trainer's loops, with which those of the checkpoint are compared.
+    """
+    wrong = [name for name, kind in _CHECKPOINT.items() if not isinstance(checkpoint.get(name), kind)]
+    if not wrong and not _is_like(loops, checkpoint["loops"]):
+        wrong = ["loops"]
+    if resume is not None:
+        wrong += [name for name, kind in _RESUME.items() if not isinstance(resume.get(name), kind)]
+        dealt = resume.get("dealt", (0, 1))
+        if any(type(count) is not int or not 0 <= count <= _MOST_RANKS for count in dealt):
+            wrong.append("dealt")
+    if wrong:
+        raise ValueError(f"{wrong} are not what a save writes there")
+
+
+def _is_like(template: Any, value: Any) -> bool:
+    """Return whether a value has the dictionaries and counts of a template; it may lack some, and have others."""
+    if isinstance(template, dict):
+        return isinstance(value, dict) and all(_is_like(each, value.get(k, each)) for k, each in template.items())
+    return type(template) is not int or (type(value) is int and value >= 0)
 
 
 def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -365,6 +366,8 @@ def _is_hosts_updated(exception: BaseException) -> bool:
     return type(exception).__name__ == "HostsUpdatedInterrupt"
 
 
+# Seconds between two looks whether the directory is still the one that was locked.
+_LOOK_S = 1.0
 _MEETING = re.compile(r"\.[0-9a-f]{12}-\d+")
 
 
@@ -390,6 +393,7 @@ class CheckpointDirectory:
         self.group: list[int] = []
         self._claim: DirectoryLock | None = None
         self._left = names_of(trainer).left
+        self._looked_at = time.monotonic()
 
     def take(self) -> None:
         """Lock the directory, and wait until the saves of earlier programs are written. All ranks call this together.
@@ -471,12 +475,19 @@ class CheckpointDirectory:
         self._claim.join()
 
     def follow(self) -> None:
-        """Take over the lock on the directory if live ranks have changed and the rank that held the lock is lost."""
+        """Keep the directory locked: live ranks may have changed, or somebody may have deleted the directory.
+
+        If the rank that held the lock is lost, take the lock over. Raises the errors of `DirectoryLock.renew`.
+        """
         left = names_of(self._trainer).left
         # The rank that held the lock may be among the lost ones.
         if self._claim is not None and left != self._left:
             self._left = left
             self._claim.keep()
+        # Not at each batch, because a look costs a moment on network file systems.
+        if self._claim is not None and (now := time.monotonic()) - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            self._claim.renew()
 
     def close(self) -> None:
         if self._claim is not None:
