@@ -18,7 +18,7 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.shared_state import SyncPointKind, Vote
 from lightning_async.trainer.configuration_checks import FitCheck
 from lightning_async.trainer.data.epoch_data import EmptyShards, EpochAssignment, JoinerData, LostRankData
-from lightning_async.trainer.data.samplers import ConsistentMetrics, SamplerResize, ValidationTakeover
+from lightning_async.trainer.data.samplers import ConsistentMetrics, SamplerResize
 from lightning_async.trainer.loops.loggers import LoggingFailover
 from lightning_async.trainer.loops.lr_schedules import LearningRates, StepState
 from lightning_async.trainer.loops.model_checkpoint import Saving
@@ -34,7 +34,6 @@ from lightning_async.trainer.namespace import (
     Undo,
     fabric,
     override,
-    sync_metrics_through,
     take_back,
     validation_interval,
 )
@@ -314,7 +313,7 @@ class LoopPatches:
         self._parts = (
             stopping, collective_actions, self._validation, saving, self.rates,
             EmptyShards(trainer), SamplerResize(view, trainer), self._lost_rank_data, self.joiner_data,
-            ValidationTakeover(view, trainer), ConsistentMetrics(view, trainer), self._logging_failover,
+            ConsistentMetrics(view, trainer), self._logging_failover,
         )  # fmt: skip
         self._undo: list[Undo] = []
 
@@ -324,7 +323,6 @@ class LoopPatches:
             self._undo += part.install()
         self._undo.append(override(self._trainer.fit_loop, "on_run_end", self._end_training))
         self._undo.append(lambda: vars(self._trainer.strategy).pop("averaged_models", None))
-        self._undo += sync_metrics_through(lambda: self._view.world, self._trainer.lightning_module)
 
     def remove(self) -> None:
         take_back(self._undo)
