@@ -41,6 +41,7 @@ _AHEAD = 4  # broadcasts under way at a time
 _BEAT = timedelta(seconds=0.2)
 _STEPS = 1  # this rank takes evaluation steps, of which other ranks may have fewer
 _FINISHED = 2  # this rank has no more of these steps
+_INTERRUPTS = 3  # this rank ends the steps of all ranks
 _KEPT = 3  # answers: the source of a broadcast may be done while others still wait for the call before
 
 
@@ -50,6 +51,10 @@ class Packed(NamedTuple):
     text: str  # see `serialization.take_apart`
     tensors: list[Tensor]  # contiguous copies on the CPU that nothing else uses
     is_pickle: bool  # whether the only tensor is the pickled object
+
+
+class StepsInterrupted(BaseException):
+    """Evaluation steps end on all ranks before their data does. No ``Exception``, so that users' code lets it pass."""
 
 
 class LightningCollectives:
@@ -84,7 +89,7 @@ class LightningCollectives:
         self.calls = ReplayableCalls(collectives, check, deadline, blame)
         self._warned: set[str] = set()
         self._phase = 0
-        """Whether this rank takes evaluation steps (`_STEPS`), or has finished them (`_FINISHED`)."""
+        """Whether this rank takes evaluation steps (`_STEPS`), has finished them, or interrupts them; 0 elsewhere."""
         self._present = [0]
         """The ranks that took part in the last operation, and not only in its transport."""
 
@@ -287,6 +292,15 @@ class LightningCollectives:
             self._rest(sizes, rows, _NOTHING)
         self._phase = 0
 
+    def interrupt_steps(self) -> None:
+        """End the evaluation steps of all ranks: this call, and each other rank's next operation, raise an exception.
+
+        Raises:
+            StepsInterrupted: Always.
+        """
+        self._phase = _INTERRUPTS
+        self._compare("no further evaluation step")
+
     def make_equal_(self, tensors: list[Tensor]) -> None:
         """Overwrite the tensors of all ranks by those of rank 0."""
         under_way = [(tensor, self._collectives.broadcast(_to_cpu(tensor), 0)) for tensor in tensors]
@@ -324,6 +338,9 @@ class LightningCollectives:
         rows = self.calls(what, lambda c: c.all_gather(row))
         numbers = rows[:, _TEXT_BYTES:_DATA_AT].clone().view(torch.int64).tolist()
         phases = [phase for *_, phase in numbers]
+        if _INTERRUPTS in phases:
+            self._phase = 0
+            raise StepsInterrupted
         self._present = [rank for rank, phase in enumerate(phases) if phase != _FINISHED]
         texts = rows[self._present, :_TEXT_BYTES]
         if (texts == texts[:1]).all() and not (_FINISHED in phases and 0 in phases):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.collectives import LightningCollectives, StepsInterrupted
 from lightning_async.engine.shared_state import SyncPointKind, Vote
 from lightning_async.trainer.configuration_checks import FitCheck
 from lightning_async.trainer.data.epoch_data import EmptyShards, EpochAssignment, JoinerData, LostRankData
@@ -148,13 +148,17 @@ class Validation:
             self._unscheduled.run_at_end(missed)
 
     def _validate(self, original: Any) -> Any:
-        # The sanity check runs before training, without the other ranks.
-        if self._view.sync_points is None:
-            return original()
-        self._meeting.rendezvous(SyncPointKind.VALIDATE)
-        self._held += 1
-        output = original()
-        self._validated = True
+        # The sanity check runs before training, and before there are sync points.
+        is_training = self._view.sync_points is not None
+        if is_training:
+            self._meeting.rendezvous(SyncPointKind.VALIDATE)
+            self._meeting.begin_validation()
+            self._held += 1
+        try:
+            output = original()
+        except StepsInterrupted:
+            self._meeting.leave(self._view.sync_points)
+        self._validated = is_training
         return output
 
     def _end_epoch(self, original: Any) -> None:
