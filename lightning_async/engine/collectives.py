@@ -10,6 +10,7 @@ no rank is ahead, all repeat the call.
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import threading
 import time
@@ -39,6 +40,7 @@ _PART_BYTES = 8 << 20  # of one broadcast when a state is handed over
 _SMALL_BYTES = 1 << 18  # tensors up to this size share a broadcast
 _AHEAD = 4  # broadcasts under way at a time
 _BEAT = timedelta(seconds=0.2)
+_FIRST_WORD_S = 60.0  # a wait of this time is logged, and again after each doubling of it
 _STEPS = 1  # this rank takes evaluation steps, of which other ranks may have fewer
 _FINISHED = 2  # this rank has no more of these steps
 _INTERRUPTS = 3  # this rank ends the steps of all ranks
@@ -75,6 +77,8 @@ class LightningCollectives:
         check: Function that is called during every wait; it raises if a peer was lost.
         deadline: Longest time for one operation. Default 30 minutes.
         blame: Time to wait, after a call has failed, until it is known which rank was lost. Default 3 s.
+        behind: Function that returns the names of ranks that have not come to the call with a number. Default: none
+            are known.
     """
 
     def __init__(
@@ -83,10 +87,11 @@ class LightningCollectives:
         check: Callable[[], None] = lambda: None,
         deadline: timedelta = timedelta(minutes=30),
         blame: timedelta = timedelta(seconds=3),
+        behind: Callable[[int], Sequence[str]] = lambda call: (),
     ) -> None:
         self.asynchronous = False
         self._collectives = collectives
-        self.calls = ReplayableCalls(collectives, check, deadline, blame)
+        self.calls = ReplayableCalls(collectives, check, deadline, blame, behind)
         self._warned: set[str] = set()
         self._phase = 0
         """Whether this rank takes evaluation steps (`_STEPS`), has finished them, or interrupts them; 0 elsewhere."""
@@ -463,11 +468,18 @@ class ReplayableCalls:
     """
 
     def __init__(
-        self, collectives: Collectives, check: Callable[[], None], deadline: timedelta, blame: timedelta
+        self,
+        collectives: Collectives,
+        check: Callable[[], None],
+        deadline: timedelta,
+        blame: timedelta,
+        behind: Callable[[int], Sequence[str]],
     ) -> None:
         self._collectives = collectives
         self._check = check
-        self._deadline = deadline
+        self._behind = behind
+        self.deadline: timedelta | None = deadline
+        """Longest time for one call; None: as long as no rank is known to be lost."""
         self._blame = blame
         self.recovery: CallRecovery | None = None  # set while an engine runs that can form new groups
         self._changed = threading.Condition()
@@ -494,7 +506,7 @@ class ReplayableCalls:
             if self._done >= self._begun:
                 return self._returned(self._answers[self._begun])
             try:
-                value = self._wait(start(self._collectives), started)
+                value = self._wait(what, start(self._collectives), started)
             except (PeerLost, CollectiveError) as error:
                 self._explain(what, error, started, formed)
                 continue
@@ -514,7 +526,7 @@ class ReplayableCalls:
         started = time.monotonic()
         formed = self._formed
         try:
-            self._wait(pending, started)
+            self._wait(what, pending, started)
         except (PeerLost, CollectiveError) as error:
             self._explain(what, error, started, formed)
             raise
@@ -560,12 +572,23 @@ class ReplayableCalls:
     def _recheck(self, recovery: CallRecovery | None, started: float) -> None:
         if recovery is not None:  # of an engine that has ended meanwhile, too: its failure is the cause
             recovery.check()
-        if time.monotonic() - started > self._deadline.total_seconds():
-            raise CollectiveTimeout(f"rank {self._collectives.rank}: no answer within {self._deadline}.")
+        if self.deadline is not None and time.monotonic() - started > self.deadline.total_seconds():
+            raise CollectiveTimeout(f"rank {self._collectives.rank}: no answer within {self.deadline}.")
 
-    def _wait(self, pending: Pending[Any], started: float) -> Any:
-        while not pending.wait(_BEAT) and time.monotonic() - started < self._deadline.total_seconds():
+    def _wait(self, what: str, pending: Pending[Any], started: float) -> Any:
+        limit_s = math.inf if self.deadline is None else self.deadline.total_seconds()
+        word_s = _FIRST_WORD_S
+        while not pending.wait(_BEAT) and (waited_s := time.monotonic() - started) < limit_s:
             self._check()
+            missing = self._behind(self._begun)
+            if waited_s >= word_s:
+                word_s *= 2
+                log.warning(
+                    "Rank %d has waited %.0f s in %s for %s. It waits as long as that process lives, or "
+                    "`Timeouts(sync_point=)` allows.",
+                    self._collectives.rank, waited_s, what,
+                    "rank " + ", rank ".join(missing) if missing else "other ranks",
+                )  # fmt: skip
         return pending.result(timedelta(0))
 
     def _explain(self, what: str, error: PeerLost | CollectiveError, started: float, formed: int) -> None:

@@ -43,6 +43,7 @@ class Record:
     wanted: int = 0
     since: int = OUTSIDE
     bell: int = 0
+    call: int = 0  # number of the collective call in which the rank waits or has waited
     state: str = ABSENT
     text: str = ""
 
@@ -156,7 +157,7 @@ def load(value: bytes) -> Record | None:
     if any(type(value) is not type(known[name]) for name, value in fields.items()):
         return None
     record = Record(**fields)
-    counts = (record.beat, record.wanted, record.bell, record.since - OUTSIDE)
+    counts = (record.beat, record.wanted, record.bell, record.call, record.since - OUTSIDE)
     return record if record.state in (ABSENT, UP, VISITING, LEFT, FAILED) and min(counts) >= 0 else None
 
 

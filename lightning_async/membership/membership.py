@@ -252,6 +252,16 @@ class Membership:
             self._mine = replace(self._mine, bell=max(bell, self._mine.bell))
         self._heartbeat_thread.wake()
 
+    def behind(self, call: int) -> tuple[str, ...]:
+        """Return the members that have not come to a collective call in which this rank waits, in this rank's view.
+
+        The next heartbeat publishes the number ``call``, which only grows. No I/O.
+        """
+        with self._lock:
+            self._mine = replace(self._mine, call=call)
+            peers = self._failure_detector.peers
+            return tuple(name for name in self.generation.members if name in peers and peers[name].record.call < call)
+
     def left(self) -> frozenset[str]:
         """Return the names of the peers that have left on purpose, in this rank's view. No I/O."""
         with self._lock:

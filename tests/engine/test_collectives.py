@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.engine.collectives import LightningCollectives, packed
-from lightning_async.errors import CollectiveError, GateMismatch
+from lightning_async.engine import collectives as module
+from lightning_async.engine.collectives import LightningCollectives, StepsInterrupted, packed
+from lightning_async.errors import CollectiveError, CollectiveTimeout, GateMismatch
 from tests.comm.simulated import InProcessWorld
 
 RANKS, ROOM = 3, 1888
@@ -124,6 +126,16 @@ def test_ranks_with_more_steps_exchange_without_the_others(size: int) -> None:
     assert third == ([both, [21.0, 21.0, 21.0, 21.0, [21.0], text, [[2]]]], 3.0)
 
 
+def test_one_rank_interrupts_the_steps_of_all() -> None:
+    def body(world: LightningCollectives) -> Any:
+        world.begin_steps()
+        with pytest.raises(StepsInterrupted):
+            (world.interrupt_steps, world.finish_steps, partial(world.barrier, "a step"))[world.rank]()
+        return world.reduce(torch.tensor(1.0), "sum").item()
+
+    assert [answer for answer, _ in on_ranks(body)] == [3.0] * RANKS
+
+
 def test_a_rank_outside_of_steps_is_not_left_out() -> None:
     def body(world: LightningCollectives) -> Any:
         if world.rank:
@@ -227,3 +239,37 @@ def test_who_comes_for_something_else_is_told_so_on_every_rank(size: int) -> Non
             call()
 
     assert [exchanges for _, exchanges in on_ranks(body)] == [1] * RANKS
+
+
+def test_ranks_wait_without_limit_and_say_for_whom(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FIRST_WORD_S", 0.3)
+
+    def on_rank(collectives: Any) -> int:
+        world = LightningCollectives(
+            collectives.fork("lightning"), deadline=timedelta(seconds=0.1), behind=lambda call: [f"{2 * call}"]
+        )
+        # As `Timeouts(sync_point=None)` sets it.
+        world.calls.deadline = None
+        if world.rank == 1:
+            time.sleep(1.5)
+        return int(world.reduce(torch.tensor(world.rank), "sum"))
+
+    assert InProcessWorld(2).run(on_rank, timedelta(seconds=40)) == [1, 1]
+    words = [record.getMessage() for record in caplog.records]
+    assert len(words) in (2, 3), "after 0.3 s, 0.6 s and 1.2 s, on a machine that is not too slow"
+    for word in words:
+        assert word.startswith("Rank 0 has waited ")
+        assert "in reduce(sum) of shape (), torch.int64 for rank 2. It waits as long as that process lives" in word
+
+
+def test_a_limit_ends_the_wait_for_a_live_rank() -> None:
+    def on_rank(collectives: Any) -> None:
+        world = LightningCollectives(collectives.fork("lightning"), blame=timedelta(seconds=0.1))
+        world.calls.deadline = timedelta(seconds=0.3)
+        if world.rank == 0:
+            world.barrier("validation")
+
+    with pytest.raises(CollectiveTimeout, match=r"barrier\('validation'\) failed 0\.\d s after it began"):
+        InProcessWorld(2).run(on_rank, timedelta(seconds=40))
