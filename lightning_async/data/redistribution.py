@@ -44,6 +44,22 @@ class Given:
         return len(self._indices)
 
 
+class EachOnce(DistributedSampler[Any]):
+    """A part of an evaluation's samples: of all samples, each is in the part of one rank, and once.
+
+    Its base repeats samples so that all ranks have equally many. Here the length is still that of the longest part, so
+    that all ranks announce equal numbers of batches, also a rank without any sample.
+
+    >>> parts = [EachOnce([10, 11, 12, 13], 3, rank, shuffle=False) for rank in range(3)]
+    >>> [list(part) for part in parts], [len(part) for part in parts]
+    ([[0, 3], [1], [2]], [2, 2, 2])
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        length = len(self.dataset)  # pyright: ignore[reportArgumentType]
+        return itertools.islice(super().__iter__(), len(range(self.rank, length, self.num_replicas)))
+
+
 def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict[str, Any] | None:
     """Return a description of the indices that a loader takes in this epoch, in plain values.
 
@@ -61,14 +77,14 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
     # A partition may hold a function, which plain values cannot describe: its indices are listed.
     if given is None and isinstance(sampler, PartitionedSampler):
         given = torch.tensor(sampler.indices(), dtype=torch.int64)
-    if given is None and not is_of_torch(sampler, DistributedSampler, RandomSampler, SequentialSampler):
+    if given is None and not is_of_torch(sampler, DistributedSampler, EachOnce, RandomSampler, SequentialSampler):
         return None
     batches = loader.batch_sampler
     size = size or batches.batch_size
     common = {"length": len(loader.dataset), "batch_size": size, "full_batches": batches.drop_last}
     if given is not None:
         return {**common, "kind": "given", "indices": given}
-    if type(sampler) is DistributedSampler:
+    if type(sampler) in (DistributedSampler, EachOnce):
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
         return {**common, "kind": "distributed", "epoch": sampler.epoch, **{n: getattr(sampler, n) for n in names}}
     if is_of_torch(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == common["length"]:

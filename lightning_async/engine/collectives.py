@@ -10,6 +10,7 @@ no rank is ahead, all repeat the call.
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import threading
 import time
@@ -39,6 +40,10 @@ _PART_BYTES = 8 << 20  # of one broadcast when a state is handed over
 _SMALL_BYTES = 1 << 18  # tensors up to this size share a broadcast
 _AHEAD = 4  # broadcasts under way at a time
 _BEAT = timedelta(seconds=0.2)
+_FIRST_WORD_S = 60.0  # a wait of this time is logged, and again after each doubling of it
+_STEPS = 1  # this rank takes evaluation steps, of which other ranks may have fewer
+_FINISHED = 2  # this rank has no more of these steps
+_INTERRUPTS = 3  # this rank ends the steps of all ranks
 _KEPT = 3  # answers: the source of a broadcast may be done while others still wait for the call before
 
 
@@ -48,6 +53,10 @@ class Packed(NamedTuple):
     text: str  # see `serialization.take_apart`
     tensors: list[Tensor]  # contiguous copies on the CPU that nothing else uses
     is_pickle: bool  # whether the only tensor is the pickled object
+
+
+class StepsInterrupted(BaseException):
+    """Evaluation steps end on all ranks before their data does. No ``Exception``, so that users' code lets it pass."""
 
 
 class LightningCollectives:
@@ -60,11 +69,16 @@ class LightningCollectives:
     Before each operation the ranks compare its name and shape. If one rank calls something else (for other metrics,
     say), all ranks get an error that names all calls, instead of a hang. Short data is sent in that same exchange.
 
+    Ranks may have unequal numbers of evaluation steps. Between `begin_steps` and `finish_steps`, an operation is of
+    those ranks that still have steps: means and gathered rows are of these ranks only.
+
     Args:
         collectives: Communicator for CPU tensors that only this object uses.
         check: Function that is called during every wait; it raises if a peer was lost.
         deadline: Longest time for one operation. Default 30 minutes.
         blame: Time to wait, after a call has failed, until it is known which rank was lost. Default 3 s.
+        behind: Function that returns the names of ranks that have not come to the call with a number. Default: none
+            are known.
     """
 
     def __init__(
@@ -73,11 +87,16 @@ class LightningCollectives:
         check: Callable[[], None] = lambda: None,
         deadline: timedelta = timedelta(minutes=30),
         blame: timedelta = timedelta(seconds=3),
+        behind: Callable[[int], Sequence[str]] = lambda call: (),
     ) -> None:
         self.asynchronous = False
         self._collectives = collectives
-        self.calls = ReplayableCalls(collectives, check, deadline, blame)
+        self.calls = ReplayableCalls(collectives, check, deadline, blame, behind)
         self._warned: set[str] = set()
+        self._phase = 0
+        """Whether this rank takes evaluation steps (`_STEPS`), has finished them, or interrupts them; 0 elsewhere."""
+        self._present = [0]
+        """The ranks that took part in the last operation, and not only in its transport."""
 
     def follow(self, before: LightningCollectives) -> None:
         """Copy the record of logged warnings from ``before``, an earlier run's object, so that none is logged again."""
@@ -144,20 +163,21 @@ class LightningCollectives:
         what = f"reduce({kind}) of shape {tuple(tensor.shape)}, {tensor.dtype}"
 
         def reduce() -> Tensor:
-            if kind == "product":
-                return self._gather_rows(what, buffer).prod(dim=0)
-            if buffer.nbytes <= _ROOM:
-                out = sum_rows(self._gather_rows(what, buffer), op_)
-            else:
-                self._compare(what)
+            data = as_bytes(buffer)
+            sizes, rows = self._compare(what, data)
+            if kind != "product" and buffer.nbytes > _ROOM and len(self._present) == len(rows):
                 out = self.calls(f"reduce({kind})", lambda c: c.all_reduce(buffer.clone(), op_))
-            return out / self.calls.last.world_size if mean else out
+            else:
+                parts = self._rest(sizes, rows, data)
+                stacked = torch.cat(parts).view(buffer.dtype).view(len(parts), *buffer.shape)
+                out = stacked.prod(dim=0) if kind == "product" else sum_rows(stacked, op_)
+            return out / len(self._present) if mean else out
 
         out = self.in_one_generation(reduce)
         return (out if tensor.is_floating_point() or not mean else out.to(torch.get_default_dtype())).to(tensor.device)
 
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
-        """Stack every rank's tensor (equal shapes) along a new first dimension."""
+        """Stack every rank's tensor (equal shapes) along a new first dimension, see also `finish_steps`."""
         if self.asynchronous and self.world_size > 1:
             raise RuntimeError(
                 f"Rank {self.rank}: all_gather between two sync points would wait for replicas that run at their own "
@@ -168,23 +188,6 @@ class LightningCollectives:
         mine = _to_cpu(tensor)
         what = f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}"
         return self.in_one_generation(lambda: self._gather_rows(what, mine)).to(tensor.device)
-
-    def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
-        """Gather every rank's tensor; sizes may differ, the number of dimensions may not.
-
-        While replicas are asynchronous, return this rank's tensor only.
-        """
-        if self.world_size == 1 or self.asynchronous:
-            return [tensor]
-        mine = _to_cpu(tensor)
-        sizes = torch.tensor([*tensor.shape], dtype=torch.int64)
-        data = torch.cat([as_bytes(sizes), as_bytes(mine)])
-        behind = sizes.nbytes
-        what = f"gather of {tensor.ndim} dimensions, {tensor.dtype}"
-        rows = self.in_one_generation(lambda: self._gather(what, data))
-        shapes = [row[:behind].clone().view(torch.int64).tolist() for row in rows]
-        values = [row[behind:].clone().view(tensor.dtype) for row in rows]
-        return [row.view(shape).to(tensor.device) for row, shape in zip(values, shapes, strict=True)]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank ``src``'s object; objects other than plain values and tensors are pickled.
@@ -200,12 +203,18 @@ class LightningCollectives:
             pickled = False
             if is_source:
                 data, pickled = _encoded(obj)
-            numbers, rows = self._compare(f"broadcast from rank {src}", data, _checksum(data), pickled)
-            size, checksum, pickled = numbers[src]
-            came = rows[src, :size].clone()
-            if size > _ROOM:
+            sizes, rows = self._compare(f"broadcast from rank {src}", data, _checksum(data), pickled)
+            if src not in self._present:
+                raise CollectiveError(
+                    f"Rank {self.rank}: broadcast from rank {src}, which has fewer evaluation steps than this rank, "
+                    "and takes no part in this one. Broadcast after the steps, or gather."
+                )
+            size, checksum, pickled, _ = sizes[src]
+            if size > _ROOM and len(self._present) == len(rows):
                 room = data if is_source else torch.empty(size, dtype=torch.uint8)
                 came = self.calls("broadcast", lambda c: c.broadcast(room.clone(), src))
+            else:
+                came = self._rest(sizes, rows, data)[self._present.index(src)].clone()
             if _checksum(came) != checksum:
                 raise self._damaged(size, src, "broadcast")
             return came, bool(pickled)
@@ -256,9 +265,46 @@ class LightningCollectives:
             "Its memory, this one's or the network between them has changed some: see the hosts' logs."
         )
 
-    def gather_objects(self, obj: T) -> list[T]:
-        """Gather every rank's object; raise TypeError for objects other than plain values and tensors."""
-        return [decode(row) for row in self.gather_uneven(encode(obj))]
+    def gather_objects(self, obj: T, what: str = "gather") -> list[T]:
+        """Gather every rank's object; raise TypeError for objects other than plain values and tensors.
+
+        Shapes and dtypes of tensors may differ between ranks. While replicas are asynchronous, return a list of this
+        rank's object only.
+
+        Args:
+            obj: This rank's object.
+            what: Name of the operation, for the error if ranks call different operations. Default: ``"gather"``.
+        """
+        data = encode(obj)
+        if self.world_size == 1 or self.asynchronous:
+            return [decode(data)]
+        return [decode(row) for row in self.in_one_generation(lambda: self._gather(what, data))]
+
+    def begin_steps(self) -> None:
+        """Begin evaluation steps, of which other ranks may have more or fewer."""
+        self._phase = _STEPS
+
+    def finish_steps(self) -> None:
+        """Wait until all ranks have taken their evaluation steps. Meanwhile, let ranks with more steps do theirs.
+
+        Without an answer of this rank, a collective operation within their steps would wait for ever.
+        """
+        self._phase = _FINISHED
+        while self.world_size > 1 and not self.asynchronous:
+            sizes, rows = self._compare("no more evaluation steps")
+            if not self._present:
+                break
+            self._rest(sizes, rows, _NOTHING)
+        self._phase = 0
+
+    def interrupt_steps(self) -> None:
+        """End the evaluation steps of all ranks: this call, and each other rank's next operation, raise an exception.
+
+        Raises:
+            StepsInterrupted: Always.
+        """
+        self._phase = _INTERRUPTS
+        self._compare("no further evaluation step")
 
     def make_equal_(self, tensors: list[Tensor]) -> None:
         """Overwrite the tensors of all ranks by those of rank 0."""
@@ -283,19 +329,28 @@ class LightningCollectives:
     ) -> tuple[list[list[int]], Tensor]:
         """Check that all ranks are about to call the same operation, and exchange the start of their data.
 
-        Returns, for each rank, the numbers (size of the data, its checksum, whether it is pickled), and the first bytes
-        of its data, up to `_ROOM`. Raises GateMismatch on every rank if the ranks call different operations.
+        Ranks that have finished their evaluation steps call none, and are not among `_present`.
+
+        Returns, for each rank, the numbers (size of the data, its checksum, whether it is pickled, the rank's phase),
+        and the first bytes of its data, up to `_ROOM`. Raises GateMismatch on every rank if the ranks call different
+        operations.
         """
         row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
         text = bytearray(what.encode()[:_TEXT_BYTES])
         row[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
-        row[_TEXT_BYTES:_DATA_AT].view(torch.int64)[:3] = torch.tensor([data.numel(), checksum, pickled])
+        row[_TEXT_BYTES:_DATA_AT].view(torch.int64)[:] = torch.tensor([data.numel(), checksum, pickled, self._phase])
         row[_DATA_AT : _DATA_AT + data.numel()] = data[:_ROOM]
         rows = self.calls(what, lambda c: c.all_gather(row))
-        texts = rows[:, :_TEXT_BYTES]
-        if (texts == texts[0]).all():
-            return rows[:, _TEXT_BYTES:_DATA_AT].clone().view(torch.int64)[:, :3].tolist(), rows[:, _DATA_AT:]
-        calls = [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in texts]
+        numbers = rows[:, _TEXT_BYTES:_DATA_AT].clone().view(torch.int64).tolist()
+        phases = [phase for *_, phase in numbers]
+        if _INTERRUPTS in phases:
+            self._phase = 0
+            raise StepsInterrupted
+        self._present = [rank for rank, phase in enumerate(phases) if phase != _FINISHED]
+        texts = rows[self._present, :_TEXT_BYTES]
+        if (texts == texts[:1]).all() and not (_FINISHED in phases and 0 in phases):
+            return numbers, rows[:, _DATA_AT:]
+        calls = [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in rows[:, :_TEXT_BYTES]]
         raise GateMismatch(
             f"Rank {self.rank}: the ranks came together for different operations: "
             + ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
@@ -303,12 +358,16 @@ class LightningCollectives:
         )
 
     def _gather(self, what: str, data: Tensor) -> list[Tensor]:
-        numbers, rows = self._compare(what, data)
-        sizes = [size for size, *_ in numbers]
-        if (longest := max(sizes)) > _ROOM:
+        return self._rest(*self._compare(what, data), data)
+
+    def _rest(self, numbers: list[list[int]], rows: Tensor, data: Tensor) -> list[Tensor]:
+        """Return the whole data of each present rank, of which `_compare` has returned ``numbers`` and ``rows``."""
+        present = self._present
+        if (longest := max(size for size, *_ in numbers)) > _ROOM:
             padded = data if len(data) == longest else torch.cat([data, data.new_zeros(longest - len(data))])
             rows = self.calls("all_gather", lambda c: c.all_gather(padded))
-        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+        # After a loss of ranks between the two calls, the caller drops these rows and repeats both.
+        return [rows[rank, : numbers[rank][0]] for rank in present if rank < len(rows)]
 
     def _gather_rows(self, what: str, tensor: Tensor) -> Tensor:
         """Gather every rank's tensor, all of one shape, as rows of one tensor."""
@@ -323,7 +382,7 @@ class _GatherWithGrad(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, world: LightningCollectives) -> Tensor:
         gathered = world.all_gather(tensor.detach())
         ctx.world = world
-        ctx.row = world.calls.rank_then()  # ranks may be lost before the backward pass
+        ctx.row = world._present.index(world.calls.rank_then())  # ranks may be lost before the backward pass
         return gathered
 
     @staticmethod
@@ -409,11 +468,18 @@ class ReplayableCalls:
     """
 
     def __init__(
-        self, collectives: Collectives, check: Callable[[], None], deadline: timedelta, blame: timedelta
+        self,
+        collectives: Collectives,
+        check: Callable[[], None],
+        deadline: timedelta,
+        blame: timedelta,
+        behind: Callable[[int], Sequence[str]],
     ) -> None:
         self._collectives = collectives
         self._check = check
-        self._deadline = deadline
+        self._behind = behind
+        self.deadline: timedelta | None = deadline
+        """Longest time for one call; None: as long as no rank is known to be lost."""
         self._blame = blame
         self.recovery: CallRecovery | None = None  # set while an engine runs that can form new groups
         self._changed = threading.Condition()
@@ -440,7 +506,7 @@ class ReplayableCalls:
             if self._done >= self._begun:
                 return self._returned(self._answers[self._begun])
             try:
-                value = self._wait(start(self._collectives), started)
+                value = self._wait(what, start(self._collectives), started)
             except (PeerLost, CollectiveError) as error:
                 self._explain(what, error, started, formed)
                 continue
@@ -460,7 +526,7 @@ class ReplayableCalls:
         started = time.monotonic()
         formed = self._formed
         try:
-            self._wait(pending, started)
+            self._wait(what, pending, started)
         except (PeerLost, CollectiveError) as error:
             self._explain(what, error, started, formed)
             raise
@@ -506,12 +572,23 @@ class ReplayableCalls:
     def _recheck(self, recovery: CallRecovery | None, started: float) -> None:
         if recovery is not None:  # of an engine that has ended meanwhile, too: its failure is the cause
             recovery.check()
-        if time.monotonic() - started > self._deadline.total_seconds():
-            raise CollectiveTimeout(f"rank {self._collectives.rank}: no answer within {self._deadline}.")
+        if self.deadline is not None and time.monotonic() - started > self.deadline.total_seconds():
+            raise CollectiveTimeout(f"rank {self._collectives.rank}: no answer within {self.deadline}.")
 
-    def _wait(self, pending: Pending[Any], started: float) -> Any:
-        while not pending.wait(_BEAT) and time.monotonic() - started < self._deadline.total_seconds():
+    def _wait(self, what: str, pending: Pending[Any], started: float) -> Any:
+        limit_s = math.inf if self.deadline is None else self.deadline.total_seconds()
+        word_s = _FIRST_WORD_S
+        while not pending.wait(_BEAT) and (waited_s := time.monotonic() - started) < limit_s:
             self._check()
+            missing = self._behind(self._begun)
+            if waited_s >= word_s:
+                word_s *= 2
+                log.warning(
+                    "Rank %d has waited %.0f s in %s for %s. It waits as long as that process lives, or "
+                    "`Timeouts(sync_point=)` allows.",
+                    self._collectives.rank, waited_s, what,
+                    "rank " + ", rank ".join(missing) if missing else "other ranks",
+                )  # fmt: skip
         return pending.result(timedelta(0))
 
     def _explain(self, what: str, error: PeerLost | CollectiveError, started: float, formed: int) -> None:

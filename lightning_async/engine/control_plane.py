@@ -400,6 +400,7 @@ class EngineLoop:
             box.losses = tuple(h.loss for h in headers)
             box.paces = tuple(h.pace for h in headers)
             box.speed = relative_speed(mine.pace, box.paces, unknown=box.speed)
+            box.asked_last = common.votes
             votes = common.votes.lasting if decision.opens or common.late else common.votes
             unheard = Vote.NONE if decision.plan is not None else between_steps(headers)
             box.agreed |= votes & ~(Vote.SAVE | unheard)  # the engines' threads carry saves out

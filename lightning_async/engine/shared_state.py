@@ -135,6 +135,7 @@ class SharedState:
 
     composed: int = 0  # number of the last header composed: later changes travel with the next header
     agreed: Vote = Vote.NONE  # the votes that all ranks know of
+    asked_last: Vote = Vote.NONE  # all ranks' votes in the last headers, also those that ranks do not act on yet
     opened: bool = False  # the sync point at which the training thread stands has opened
     num_opened: int = 0
     last_sync_point: SyncPointKind = SyncPointKind.NONE

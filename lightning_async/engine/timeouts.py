@@ -23,6 +23,9 @@ class Timeouts:
         reform: Longest time for all live ranks to meet again, and to form their groups. Default 300 s.
         replicas: Time for which the live ranks, if they are fewer than `min_replicas`, wait for others to join or
             return before training ends. Default 0: training ends at once.
+        sync_point: Longest time for which a rank waits for a live rank in a collective call at a sync point, such as a
+            validation's metrics. Default None: as long as that rank lives, because rank 0 may evaluate for hours. Ranks
+            log for whom they wait.
         attempts: Number of failed rounds in a row that ends training with an error. Default 10.
 
     Raises:
@@ -36,6 +39,7 @@ class Timeouts:
     dead_after: timedelta = timedelta(seconds=30)
     reform: timedelta = timedelta(seconds=300)
     replicas: timedelta = timedelta(0)
+    sync_point: timedelta | None = None
     attempts: int = 10
 
     @staticmethod
@@ -44,8 +48,10 @@ class Timeouts:
         return Timeouts() if given is None else given
 
     def __post_init__(self) -> None:
-        for name in ("payload", "grace", "dead_after", "reform", "replicas"):
+        for name in ("payload", "grace", "dead_after", "reform", "replicas", "sync_point"):
             value = getattr(self, name)
+            if value is None and name == "sync_point":
+                continue
             if not isinstance(value, timedelta):
                 raise TypeError(f"`Timeouts({name}={value!r})` must be a datetime.timedelta.")
             if value <= timedelta(0) and name != "replicas":

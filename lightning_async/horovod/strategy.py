@@ -23,7 +23,6 @@ from lightning_async.trainer.namespace import (
     refuse_elsewhere,
     scaled_zero,
     scaler_of,
-    sync_metrics_through,
     take_back,
 )
 from lightning_async.transports.resolve import how_to_have_more
@@ -118,7 +117,6 @@ class HorovodStrategy(ReplicatedStrategy):
         if self.world_size == 1:
             self.tell_alone(f"whatever `devices` says. {how_to_have_more(self.transport)}")
             return
-        self._undo += sync_metrics_through(lambda: self.world, self.module)
         if trainer.state.fn == "fit":
             self._reducer = self._make_reducer()
             # If a user calls `loss.backward()`, no hook of the strategy marks the end of the pass.

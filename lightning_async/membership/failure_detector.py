@@ -44,6 +44,7 @@ class Record:
     since: int = OUTSIDE
     bell: int = 0
     header: int = 0  # the newest header that the rank has sent to the others, see `Membership.enter_header`
+    call: int = 0  # number of the collective call in which the rank waits or has waited
     state: str = ABSENT
     text: str = ""
 
@@ -157,7 +158,7 @@ def load(value: bytes) -> Record | None:
     if any(type(value) is not type(known[name]) for name, value in fields.items()):
         return None
     record = Record(**fields)
-    counts = (record.beat, record.wanted, record.bell, record.header, record.since - OUTSIDE)
+    counts = (record.beat, record.wanted, record.bell, record.header, record.call, record.since - OUTSIDE)
     return record if record.state in (ABSENT, UP, VISITING, LEFT, FAILED) and min(counts) >= 0 else None
 
 

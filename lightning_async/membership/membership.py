@@ -262,6 +262,16 @@ class Membership:
         with self._lock:
             return self._failure_detector.all_in_header(seq)
 
+    def behind(self, call: int) -> tuple[str, ...]:
+        """Return the members that have not come to a collective call in which this rank waits, in this rank's view.
+
+        The next heartbeat publishes the number ``call``, which only grows. No I/O.
+        """
+        with self._lock:
+            self._mine = replace(self._mine, call=call)
+            peers = self._failure_detector.peers
+            return tuple(name for name in self.generation.members if name in peers and peers[name].record.call < call)
+
     def left(self) -> frozenset[str]:
         """Return the names of the peers that have left on purpose, in this rank's view. No I/O."""
         with self._lock:

@@ -34,7 +34,7 @@ from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.timing import Pacing
 from lightning_async.trainer.namespace import batch_size, in_words
 from lightning_async.trainer.step_runner import StepRunner
-from lightning_async.transports.base import Transport
+from lightning_async.transports.base import Connection, Transport
 from lightning_async.transports.resolve import TransportName
 from lightning_async.transports.torch import TorchTransport
 
@@ -117,6 +117,10 @@ class AsyncStrategy(ReplicatedStrategy):
             owner = type(self).__name__
             config = self.config
             configuration_checks.check_survival(owner, config.min_replicas, config.max_replicas, self.world_size)
+
+    def use(self, connection: Connection, run: int) -> None:
+        super().use(connection, run)
+        connection.world.calls.deadline = self.config.timeouts.sync_point
 
     def setup(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -33,6 +33,7 @@ from lightning_async.strategies.rank_mapping import (
     numbered_last,
     run_name,
 )
+from lightning_async.trainer.data.samplers import split_evaluations
 from lightning_async.trainer.environment.environments import JoiningEnvironment
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.namespace import (
@@ -46,6 +47,7 @@ from lightning_async.trainer.namespace import (
     rank_zero_info,
     refuse_elsewhere,
     searches_lr,
+    sync_metrics_through,
     take_back,
 )
 from lightning_async.trainer.strategy_view import StrategyView
@@ -162,7 +164,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self.live_ranks: RankMap | None = left_here()
         """The `RankMap` of live ranks; None where no rank may be lost, and before the first session."""
         self.own_steps = OwnSteps()
-        self._own_steps_undo: list[Undo] = []
+        self._replica_undo: list[Undo] = []
 
     @property
     def cluster_environment(self) -> Any:
@@ -383,21 +385,26 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self._compiled.show()
 
     def setup_replica(self, trainer: Any) -> None:
-        """Set up the replica: its precision, its device, the same model on all ranks and, in a fit, the optimizers."""
+        """Set up the replica: its precision, its device, the same model on all ranks and, in a fit, the optimizers.
+
+        Evaluations and metrics are prepared in every stage.
+        """
         fitting = trainer.state.fn == "fit"
         cast(Any, self.accelerator).setup(trainer)
         self.model = self.precision_plugin.convert_module(self.module)
         self.model_to_device()
         self.make_equal()
+        self._replica_undo += split_evaluations(self, trainer)
+        self._replica_undo += sync_metrics_through(lambda: self.world, self.module)
         if fitting:
             self.setup_optimizers(trainer)
-            self._own_steps_undo += self.own_steps.install(trainer)
+            self._replica_undo += self.own_steps.install(trainer)
         self.setup_precision_plugin()
         if fitting:
             fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:
-        take_back(self._own_steps_undo)
+        take_back(self._replica_undo)
         super().teardown()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.collectives import LightningCollectives, StepsInterrupted
 from lightning_async.engine.shared_state import SyncPointKind, Vote
 from lightning_async.trainer.configuration_checks import FitCheck
 from lightning_async.trainer.data.epoch_data import EmptyShards, EpochAssignment, JoinerData, LostRankData
-from lightning_async.trainer.data.samplers import ConsistentMetrics, SamplerResize, ValidationTakeover
+from lightning_async.trainer.data.samplers import ConsistentMetrics, SamplerResize
 from lightning_async.trainer.loops.loggers import LoggingFailover
 from lightning_async.trainer.loops.lr_schedules import LearningRates, StepState
 from lightning_async.trainer.loops.model_checkpoint import Saving
@@ -34,7 +34,6 @@ from lightning_async.trainer.namespace import (
     Undo,
     fabric,
     override,
-    sync_metrics_through,
     take_back,
     validation_interval,
 )
@@ -149,13 +148,17 @@ class Validation:
             self._unscheduled.run_at_end(missed)
 
     def _validate(self, original: Any) -> Any:
-        # The sanity check runs before training, without the other ranks.
-        if self._view.sync_points is None:
-            return original()
-        self._meeting.rendezvous(SyncPointKind.VALIDATE)
-        self._held += 1
-        output = original()
-        self._validated = True
+        # The sanity check runs before training, and before there are sync points.
+        is_training = self._view.sync_points is not None
+        if is_training:
+            self._meeting.rendezvous(SyncPointKind.VALIDATE)
+            self._meeting.begin_validation()
+            self._held += 1
+        try:
+            output = original()
+        except StepsInterrupted:
+            self._meeting.leave(self._view.sync_points)
+        self._validated = is_training
         return output
 
     def _end_epoch(self, original: Any) -> None:
@@ -314,7 +317,7 @@ class LoopPatches:
         self._parts = (
             stopping, collective_actions, self._validation, saving, self.rates,
             EmptyShards(trainer), SamplerResize(view, trainer), self._lost_rank_data, self.joiner_data,
-            ValidationTakeover(view, trainer), ConsistentMetrics(view, trainer), self._logging_failover,
+            ConsistentMetrics(view, trainer), self._logging_failover,
         )  # fmt: skip
         self._undo: list[Undo] = []
 
@@ -324,7 +327,6 @@ class LoopPatches:
             self._undo += part.install()
         self._undo.append(override(self._trainer.fit_loop, "on_run_end", self._end_training))
         self._undo.append(lambda: vars(self._trainer.strategy).pop("averaged_models", None))
-        self._undo += sync_metrics_through(lambda: self._view.world, self._trainer.lightning_module)
 
     def remove(self) -> None:
         take_back(self._undo)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.replica import describe
@@ -191,13 +192,45 @@ def sync_metrics_through(world: Callable[[], LightningCollectives | None], modul
         there = world()
         return there is not None and not there.asynchronous
 
-    def gather(tensor: Any, group: Any = None) -> Any:
+    def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
         there = world()
-        return there.gather_uneven(tensor) if there is not None else [tensor]
+        return [tensor] if there is None else [each.to(tensor.device) for each in there.gather_objects(tensor)]
 
+    def sync(metric: Metric, *args: Any, **kwargs: Any) -> None:
+        """Sync all states that are lists of tensors by one gather, and the other states as torchmetrics does.
+
+        torchmetrics gathers the entries of a list one by one, and ranks may have unequal numbers of them.
+        """
+        there = world()
+        assert there is not None
+        reductions = metric._reductions
+        states = {name: getattr(metric, name) for name in reductions}
+        lists = {
+            # As torchmetrics does, so that an entry is not gathered for each batch.
+            name: [dim_zero_cat(state)] if state and reductions[name] is dim_zero_cat else state
+            for name, state in states.items()
+            if isinstance(state, list) and all(isinstance(entry, Tensor) for entry in state)
+        }
+        everyones = there.gather_objects(lists, f"list states of {type(metric).__name__}")
+        # Other entries, such as tuples, are for the metric's own method.
+        shared = set.intersection(*map(set, everyones))
+        metric._reductions = {name: reduction for name, reduction in reductions.items() if name not in shared}
+        try:
+            type(metric)._sync_dist(metric, *args, **kwargs)
+        finally:
+            metric._reductions = reductions
+        for name in shared:
+            device = lists[name][0].device if lists[name] else metric.device
+            entries = [entry.to(device) for of_rank in everyones for entry in of_rank[name]]
+            reduction = reductions[name]
+            setattr(metric, name, entries if reduction is None or not entries else reduction(entries))
+
+    # Pickles and copies of a metric then name or bind the method of the copy.
+    sync.__name__ = "_sync_dist"
     # A module may hold metrics in its hyper-parameters, which checkpoints pickle during training.
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
-    return [
+    undo = [set_for_now(metric, "_sync_dist", MethodType(sync, metric)) for metric in metrics]
+    return undo + [
         set_for_now(metric, name, _InPlaceOfAll(getattr(metric, name), function))
         for metric in metrics
         for name, function in (("dist_sync_fn", gather), ("distributed_available_fn", available))

@@ -69,8 +69,9 @@ class Connection:
             self.world = LightningCollectives(lightning)
         else:
             self.world = LightningCollectives(
-                lightning, membership.check, blame=membership.dead_after + timedelta(seconds=1)
-            )
+                lightning, membership.check, blame=membership.dead_after + timedelta(seconds=1),
+                behind=membership.behind,
+            )  # fmt: skip
 
     @property
     def membership(self) -> Membership:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.engine.collectives import LightningCollectives, packed
-from lightning_async.errors import CollectiveError, GateMismatch
+from lightning_async.engine import collectives as module
+from lightning_async.engine.collectives import LightningCollectives, StepsInterrupted, packed
+from lightning_async.errors import CollectiveError, CollectiveTimeout, GateMismatch
 from tests.comm.simulated import InProcessWorld
 
 RANKS, ROOM = 3, 1888
@@ -78,14 +80,13 @@ def test_short_and_long_reductions_of_a_type_give_it_back(dtype: torch.dtype, si
         assert found.dtype is dtype and torch.equal(found, largest)
 
 
-@pytest.mark.parametrize("longest", [0, 1, ROOM - 8, ROOM - 7, 9000])
+@pytest.mark.parametrize("longest", [0, 1, 9000])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.complex64, torch.float64])
 def test_tensors_of_unequal_sizes_come_whole(longest: int, dtype: torch.dtype) -> None:
     rows = [torch.arange(longest if rank == 1 else rank).to(dtype) for rank in range(RANKS)]
-    for found, exchanges in on_ranks(lambda world: world.gather_uneven(rows[world.rank])):
+    for found, exchanges in on_ranks(lambda world: world.gather_objects(rows[world.rank])):
         assert all(torch.equal(one, other) and one.dtype is dtype for one, other in zip(found, rows, strict=True))
-        nbytes = max(row.nbytes for row in rows) + 8
-        assert exchanges == (1 if nbytes <= ROOM else 2)
+        assert exchanges == (1 if longest < ROOM else 2)
 
 
 def test_shapes_of_no_and_of_two_dimensions_come_whole() -> None:
@@ -93,12 +94,56 @@ def test_shapes_of_no_and_of_two_dimensions_come_whole() -> None:
     tables = [torch.full((rank, 200 * rank), float(rank)) for rank in range(RANKS)]
 
     def body(world: LightningCollectives) -> Any:
-        return world.gather_uneven(scalars[world.rank]), world.gather_uneven(tables[world.rank])
+        return world.gather_objects(scalars[world.rank]), world.gather_objects(tables[world.rank])
 
     for (found, found_tables), _ in on_ranks(body):
         assert [each.item() for each in found] == [0.0, 1.0, 2.0] and {each.shape for each in found} == {()}
         assert [each.shape for each in found_tables] == [(0, 0), (1, 200), (2, 400)]
         assert all(torch.equal(one, other) for one, other in zip(found_tables, tables, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3000])
+def test_ranks_with_more_steps_exchange_without_the_others(size: int) -> None:
+    """Rank ``r`` takes ``r`` steps, whose means, gathers and broadcasts are of the ranks that take that step, too."""
+
+    def body(world: LightningCollectives) -> Any:
+        steps = []
+        for step in range(world.rank):
+            world.begin_steps()
+            mine = torch.full((size,), 10.0 * world.rank + step)
+            world.barrier("step")
+            reduced = [world.reduce(mine, op)[0].item() for op in ("mean", "sum", "max", "product")]
+            rows = world.all_gather(mine)[:, -1].tolist()
+            told = world.broadcast("a" * size if world.rank == 2 else None, 2)
+            steps.append([*reduced, rows, told, world.gather_objects([world.rank])])
+        world.finish_steps()
+        return steps, world.reduce(torch.tensor(float(world.rank)), "sum").item()
+
+    text = "a" * size
+    (first, second, third) = [answer for answer, _ in on_ranks(body)]
+    both = [15.0, 30.0, 20.0, 200.0, [10.0, 20.0], text, [[1], [2]]]
+    assert (first, second) == (([], 3.0), ([both], 3.0))
+    assert third == ([both, [21.0, 21.0, 21.0, 21.0, [21.0], text, [[2]]]], 3.0)
+
+
+def test_one_rank_interrupts_the_steps_of_all() -> None:
+    def body(world: LightningCollectives) -> Any:
+        world.begin_steps()
+        with pytest.raises(StepsInterrupted):
+            (world.interrupt_steps, world.finish_steps, partial(world.barrier, "a step"))[world.rank]()
+        return world.reduce(torch.tensor(1.0), "sum").item()
+
+    assert [answer for answer, _ in on_ranks(body)] == [3.0] * RANKS
+
+
+def test_a_rank_outside_of_steps_is_not_left_out() -> None:
+    def body(world: LightningCollectives) -> Any:
+        if world.rank:
+            return world.finish_steps()
+        return world.barrier("elsewhere")
+
+    with pytest.raises(GateMismatch, match=r"rank 0 calls barrier\('elsewhere'\), rank 1 calls no more evaluation"):
+        on_ranks(body)
 
 
 @pytest.mark.parametrize("length", [10, 1000, 100_000])
@@ -194,3 +239,37 @@ def test_who_comes_for_something_else_is_told_so_on_every_rank(size: int) -> Non
             call()
 
     assert [exchanges for _, exchanges in on_ranks(body)] == [1] * RANKS
+
+
+def test_ranks_wait_without_limit_and_say_for_whom(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FIRST_WORD_S", 0.3)
+
+    def on_rank(collectives: Any) -> int:
+        world = LightningCollectives(
+            collectives.fork("lightning"), deadline=timedelta(seconds=0.1), behind=lambda call: [f"{2 * call}"]
+        )
+        # As `Timeouts(sync_point=None)` sets it.
+        world.calls.deadline = None
+        if world.rank == 1:
+            time.sleep(1.5)
+        return int(world.reduce(torch.tensor(world.rank), "sum"))
+
+    assert InProcessWorld(2).run(on_rank, timedelta(seconds=40)) == [1, 1]
+    words = [record.getMessage() for record in caplog.records]
+    assert len(words) in (2, 3), "after 0.3 s, 0.6 s and 1.2 s, on a machine that is not too slow"
+    for word in words:
+        assert word.startswith("Rank 0 has waited ")
+        assert "in reduce(sum) of shape (), torch.int64 for rank 2. It waits as long as that process lives" in word
+
+
+def test_a_limit_ends_the_wait_for_a_live_rank() -> None:
+    def on_rank(collectives: Any) -> None:
+        world = LightningCollectives(collectives.fork("lightning"), blame=timedelta(seconds=0.1))
+        world.calls.deadline = timedelta(seconds=0.3)
+        if world.rank == 0:
+            world.barrier("validation")
+
+    with pytest.raises(CollectiveTimeout, match=r"barrier\('validation'\) failed 0\.\d s after it began"):
+        InProcessWorld(2).run(on_rank, timedelta(seconds=40))

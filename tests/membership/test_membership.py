@@ -661,3 +661,17 @@ def test_who_was_given_up_by_another_rank_is_described_by_when_it_was_seen_here(
     """This rank would have waited for longer, and has no limit of its own to tell of."""
     peer = failure_detector.Peer(confirmed=True, silent_s=0.94, limit_s=10.0)
     assert peer.describe("1") == "rank 1 was last seen 0.9 s ago, and another rank has given it up"
+
+
+def test_a_waiting_rank_knows_who_has_not_come() -> None:
+    hand = Hand(3)
+    hand.everybody_is_seen()
+    (first, second, third) = hand.ranks
+    assert first.behind(4) == ("1", "2")
+    assert third.behind(3) == ("0", "1"), "before the next heartbeats"
+    hand.beat(0, 2, 0, 1)
+    assert first.behind(4) == ("1", "2"), "rank 2 waits in an earlier call"
+    assert third.behind(4) == ("1",)
+    hand.beat(2, 0)
+    assert first.behind(4) == ("1",)
+    assert second.behind(4) == ()

@@ -137,8 +137,9 @@ class SaveCoordinator(ABC):
                 other ranks. Default: None.
         """
         trainer = self._fit.trainer
-        # The property computes metrics, which is collective.
-        known = trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
+        # The property computes metrics, which is collective. Within a validation, they would be of a part of it.
+        is_partial = exception is not None or trainer.validating
+        known = trainer._logger_connector._callback_metrics if is_partial else trainer.callback_metrics
         tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
         notes: dict[str, Any] = {"stopped": self._fit.resume.points.limits.now()} if trainer.should_stop else {}
         return {

@@ -1,20 +1,22 @@
 """Samplers, validations and metrics when the number of ranks changes.
 
-`SamplerResize` divides all samples among the live ranks from the next epoch on. `ValidationTakeover` gives the live
-ranks a lost rank's part of a validation. `ConsistentMetrics` computes each metric over the same ranks. `resized`
-divides the rest of an epoch again for a resume with another number of ranks.
+`SamplerResize` divides all samples among the live ranks from the next epoch on. `UnevenEvaluation` lets ranks have
+unequal parts of an evaluation, and gives the live ranks a lost rank's part of a validation. `ConsistentMetrics`
+computes each metric over the same ranks. `resized` divides the rest of an epoch again for a resume with another number
+of ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 from torchmetrics import Metric
 
 from lightning_async.data.partition import PartitionedSampler, PartitionedStream, yet_to_be_numbered
@@ -22,6 +24,7 @@ from lightning_async.data.random_states import of_another
 from lightning_async.data.redistribution import (
     DataShard,
     Division,
+    EachOnce,
     divide,
     in_the_last_step,
     inherited,
@@ -32,7 +35,16 @@ from lightning_async.data.redistribution import (
 )
 from lightning_async.data.stateful_loader import sources_of
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.namespace import Undo, override, set_for_now, take_back, validation_interval
+from lightning_async.trainer.loops.loop_state import LoggedValues
+from lightning_async.trainer.namespace import (
+    Undo,
+    fabric,
+    override,
+    pytorch,
+    set_for_now,
+    take_back,
+    validation_interval,
+)
 from lightning_async.trainer.strategy_view import StrategyView
 
 log = logging.getLogger(__name__)
@@ -303,34 +315,82 @@ def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric
     return world.in_one_generation(operation)
 
 
-class ValidationTakeover:
-    """A validation in which the live ranks also validate the parts of lost ranks, before metrics are computed.
+class EachOnceOf(EachOnce, fabric("utilities.distributed").DistributedSamplerWrapper):
+    """A part of what another sampler yields, each sample in the part of one rank."""
 
-    A lost rank's results are lost with it, so its whole part is validated again. This is impossible if a validation
-    step contains a collective, because the live ranks then have unequal numbers of steps.
+
+def split_evaluations(strategy: Any, trainer: Any) -> list[Undo]:
+    """Patch a Trainer so that validation, test and prediction have each sample once, on any number of ranks.
+
+    Lightning gives each rank equally many samples, for which it repeats some of them. Returns functions that undo this.
     """
 
-    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
+    def resolve(original: Any, dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
+        is_split = trainer._data_connector._requires_distributed_sampler(dataloader)
+        if not is_split or mode is pytorch("trainer.states").RunningStage.TRAINING:
+            return original(dataloader, shuffle=shuffle, mode=mode)
+        seed = int(os.getenv("PL_GLOBAL_SEED", "0"))
+        options = {"shuffle": shuffle and not trainer.overfit_batches, "seed": seed}
+        # A random order must be the same on all ranks, so it is drawn from the seed.
+        is_plain = isinstance(dataloader.sampler, RandomSampler | SequentialSampler) or is_of_torch(
+            dataloader.sampler, RandomSampler, SequentialSampler
+        )
+        kind, source = (EachOnce, dataloader.dataset) if is_plain else (EachOnceOf, dataloader.sampler)
+        return kind(source, **options, **strategy.distributed_sampler_kwargs)
+
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    return [
+        override(trainer._data_connector, "_resolve_sampler", resolve),
+        *(undo for loop in loops for undo in UnevenEvaluation(strategy, trainer, loop).install()),
+    ]
+
+
+class UnevenEvaluation:
+    """Patches of an evaluation loop whose ranks may have unequal numbers of batches, or none, of each loader.
+
+    At the end of each loader, all ranks wait for each other. Meanwhile, a rank without batches lets the others gather
+    and reduce values within their steps. Then all ranks log the same keys, and compute their values together.
+
+    In a fit, the live ranks also validate the parts of lost ranks before metrics are computed. A lost rank's results
+    are lost with it, so its whole part is validated again.
+
+    Args:
+        strategy: The strategy.
+        trainer: The Trainer.
+        loop: Lightning's loop, of validation, test or prediction.
+    """
+
+    def __init__(self, strategy: StrategyView, trainer: Any, loop: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
-        self._loop: Any = trainer.fit_loop.epoch_loop.val_loop
+        self._loop = loop
+        self._predicts = loop is trainer.predict_loop
         self._shares: dict[str, list[list[DataShard]]] = {}
         self._loader = 0
+        """Number of the loader that is evaluated."""
+        self._store: Callable[[], None] = lambda: None
+        """Lightning's method that computes and stores the values that were logged of a loader."""
 
     def install(self) -> list[Undo]:
-        if not self._strategy.shrinks:
-            return []
-        return [
-            override(self._loop, "on_run_start", self._begin),
-            override(self._loop, "_store_dataloader_outputs", self._end_loader),
+        loop = self._loop
+        undo = [
+            override(loop, "on_run_start", self._begin),
+            override(loop, "_predict_step" if self._predicts else "_evaluation_step", self._step),
+            override(loop, "on_run_end", self._end),
         ]
+        if not self._predicts:
+            self._store = loop._store_dataloader_outputs
+            # Lightning calls this once for each loader of which this rank has batches.
+            undo.append(set_for_now(loop, "_store_dataloader_outputs", lambda: None))
+        return undo
 
     def _begin(self, original: Any) -> None:
         self._shares = {}
         self._loader = 0
         world = self._strategy.world
         sync_points = self._strategy.sync_points
-        if world is not None and sync_points is not None and not world.asynchronous and self._loop._is_sequential:
+        is_lasting = self._strategy.shrinks and sync_points is not None and self._loop._is_sequential
+        if world is not None and sync_points is not None and is_lasting and not world.asynchronous:
             mine: list[Any] = [sync_points.name, [list(each) for each in self._mine()]]
             told = world.gather_objects(mine)
             self._shares = {name: [[DataShard(*each)] for each in shares] for name, shares in told}
@@ -340,6 +400,43 @@ class ValidationTakeover:
                     self._shares.setdefault(f"(unheard of, {number})", []).append([each])
         original()
 
+    def _step(self, original: Any, batch: Any, batch_idx: int, dataloader_idx: int, *args: Any) -> None:
+        self._end_loaders(dataloader_idx)
+        if self._strategy.world is not None:
+            self._strategy.world.begin_steps()
+        original(batch, batch_idx, dataloader_idx, *args)
+
+    def _end(self, original: Any) -> Any:
+        is_sequential = self._predicts or self._loop._is_sequential
+        self._end_loaders(self._loop.num_dataloaders if is_sequential else 1)
+        return original()
+
+    def _end_loaders(self, number: int) -> None:
+        """End all loaders before loader ``number`` together with the other ranks, also those without a batch here."""
+        while self._loader < number:
+            world = self._strategy.world
+            if world is not None and not world.asynchronous:
+                self._finish(world)
+            if not self._predicts:
+                several = self._loop._is_sequential and self._loop.num_dataloaders > 1
+                self._loop._results.dataloader_idx = self._loader if several else None
+                self._store()
+            self._loader += 1
+
+    def _finish(self, world: LightningCollectives) -> None:
+        world.finish_steps()
+        sync_points = self._strategy.sync_points
+        # Repeat, because more ranks may be lost while the parts of others are validated.
+        while self._shares and sync_points is not None and self._take_over(world, sync_points.name):
+            world.finish_steps()
+        results = {} if self._predicts else self._loop._results
+        # Logged values are computed together, one after the other.
+        keys = [key for key, result in results.items() if not result.has_reset]
+        if len(set(map(tuple, world.gather_objects(keys)))) > 1:
+            logged = LoggedValues(self._trainer, results)
+            for state in world.gather_objects({"results": logged.take_results()}):
+                logged.put_missing(state)
+
     def _mine(self) -> Iterator[DataShard]:
         """Return this rank's part of each validation loader."""
         for loader, batches in zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True):
@@ -347,33 +444,19 @@ class ValidationTakeover:
             known = count > 0 and batches != float("inf")
             yield DataShard(0, int(batches) if known else 0, 0, False, [(told if known else None, count)])
 
-    def _end_loader(self, original: Any) -> None:
-        world = self._strategy.world
-        sync_points = self._strategy.sync_points
-        if world is not None and sync_points is not None:
-            # Repeat, because more ranks may be lost while the parts of others are validated.
-            while self._shares and self._take_over(world, sync_points.name):
-                pass
-        self._loader += 1
-        original()
-
     def _take_over(self, world: LightningCollectives, name: str) -> bool:
-        # A value that is synchronised at each step is a collective, so unequal numbers of steps would hang.
         """Validate lost ranks' parts of the loaders that were validated so far; return whether there were any.
 
         All ranks call this together. ``name`` is this rank's name in headers.
         """
-        together = any(each.meta.on_step and each.meta.sync.should for each in self._loop._results.values())
-        mine: list[Any] = [name, together]
-        told = world.gather_objects(mine)
-        there = dict.fromkeys((each for each, _ in told), 0)
+        there = dict.fromkeys(world.gather_objects(name), 0)
         lost = [each for each in self._shares if each not in there]
         found = False
         for number in range(self._loader + 1):
             left = [(share, 0) for each in lost for share in self._shares[each][number]]
             for each in lost:
                 self._shares[each][number] = []
-            dealt = {} if any(alike for _, alike in told) else inherited(left, there)
+            dealt = inherited(left, there)
             if left and not dealt and any(share.end for share, _ in left):
                 self._tell(lost)
             if name in dealt:
@@ -387,8 +470,8 @@ class ValidationTakeover:
     def _tell(self, lost: list[str]) -> None:
         log.warning(
             "The part of rank(s) %s is missing in a validation of epoch %d: others can take it over if it is a "
-            "DataLoader's of a map-style dataset with a DistributedSampler, Lightning's or torch's, and where nothing "
-            "is logged with both `on_step=True` and `sync_dist=True`.", ", ".join(lost), self._trainer.current_epoch,
+            "DataLoader's of a map-style dataset with a DistributedSampler, Lightning's or torch's.",
+            ", ".join(lost), self._trainer.current_epoch,
         )  # fmt: skip
 
     def _validate(self, share: DataShard, number: int, done: int) -> None:

@@ -165,10 +165,15 @@ class LoggedValues:
     """The values that this epoch has logged so far, and the states of the module's metrics.
 
     Metrics that were not updated since the last `take` of the same object are not copied again.
+
+    Args:
+        trainer: The Trainer.
+        results: The values that a loop has logged. Default: those of the training loop.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, results: Any = None) -> None:
         self._trainer = trainer
+        self._evaluated = results
         self._connector = trainer._logger_connector
         self._metrics = {
             name: child for name, child in trainer.lightning_module.named_modules() if isinstance(child, Metric)
@@ -178,22 +183,26 @@ class LoggedValues:
 
     @property
     def _results(self) -> Any:
-        return self._trainer.fit_loop.epoch_loop._results
+        return self._trainer.fit_loop.epoch_loop._results if self._evaluated is None else self._evaluated
 
     def take(self) -> dict[str, Any]:
         """Return copies of the values that this epoch has logged so far, and of the metrics' states."""
         connector = self._connector
-        names = {id(metric): name for name, metric in self._metrics.items()}
-        results = self._results
         return {
             "callback": dict(connector._callback_metrics),
             "logged": dict(connector._logged_metrics),
             "progress_bar": dict(connector._progress_bar_metrics),
             "first": connector._first_loop_iter,
             "fx": connector._current_fx,
-            "results": {key: _take_result(result, names) for key, result in results.items() if not result.has_reset},
+            "results": self.take_results(),
             "metrics": {name: self._take_metric(name, metric) for name, metric in self._metrics.items()},
         }
+
+    def take_results(self) -> dict[str, Any]:
+        """Return copies of the values that this epoch has logged so far, by key."""
+        names = {id(metric): name for name, metric in self._metrics.items()}
+        results = self._results
+        return {key: _take_result(result, names) for key, result in results.items() if not result.has_reset}
 
     def _take_metric(self, name: str, metric: Any) -> dict[str, Any]:
         states = {state: getattr(metric, state) for state in [*metric._defaults, "_update_count", "_forward_cache"]}
@@ -239,13 +248,15 @@ class LoggedValues:
         Afterwards the keys have the other rank's order.
         """
         results = self._results
-        own = dict(results)
+        own = {key: result for key, result in results.items() if not result.has_reset}
         # Collectives go through the keys in order, so all ranks need one order.
         results.clear()
         for key, saved in state["results"].items():
             result = own.pop(key, None)
             if result is None and (result := self._make_result(saved)) is not None:
-                result = _blank(result.to(self._trainer.strategy.root_device))
+                result.to(self._trainer.strategy.root_device)
+                # A metric keeps what this rank has updated it with, logged or not.
+                result = _blank(result) if result.is_tensor else result
             if result is not None:
                 results[key] = result
         results.update(own)
@@ -283,7 +294,11 @@ def show(connector: Any, metrics: Mapping[str, float]) -> None:
 
 def _blank(result: Any) -> Any:
     """Empty a logged result, so that it counts no samples and still takes part in the epoch's reduction; return it."""
+    kind = result.value.dtype if result.is_tensor else None
     result.reset()
+    if kind is not None:
+        # Ranks reduce values of one type.
+        result.value = result.value.to(kind)
     result.has_reset = False
     result._update_count = 1
     return result

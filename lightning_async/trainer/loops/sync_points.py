@@ -16,7 +16,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.fingerprint import digest
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.errors import PeerLost
@@ -93,6 +96,8 @@ class Stopping:
         self._spikes = Spikes(trainer, self._vote)
         self._told = False
         """Whether a signal has come before there were sync points."""
+        self._validated = 0
+        """The digest of the model that is validated."""
 
     def install(self) -> list[Undo]:
         epoch = self._trainer.fit_loop.epoch_loop
@@ -108,6 +113,7 @@ class Stopping:
             registered[registered.index(before)] = signals._sigterm_notifier_fn
         if hasattr(epoch, "_broadcast_sigterm_tensor"):
             undo.append(set_for_now(epoch, "_broadcast_sigterm_tensor", lambda: None))
+        undo.append(override(epoch.val_loop, "_evaluation_step", self._evaluate))
         for timer in callbacks_of(self._trainer, "Timer"):
             undo.append(override_for_users(timer, "_check_time_remaining", partial(self._check_time, timer)))
         return undo
@@ -118,14 +124,43 @@ class Stopping:
             self._told = False
             sync_points.request_stop()
 
-    def leave(self, sync_points: SyncPoints) -> None:
-        """End training on all ranks together, at a sync point with one model, because a rank was told to stop."""
-        sync_points.rendezvous(SyncPointKind.STOP)
+    def leave(self, sync_points: SyncPoints | None) -> None:
+        """End training on all ranks together, at a sync point with one model, because a rank was told to stop.
+
+        Without sync points, training has not begun.
+        """
+        if sync_points is not None:
+            sync_points.rendezvous(SyncPointKind.STOP)
         if self._view.world is not None:
             self._view.world.asynchronous = False
             self._spikes.raise_agreed(self._view.world)
         self._trainer._signal_connector.received_sigterm = True
         raise pytorch("utilities.exceptions").SIGTERMException
+
+    def begin_validation(self) -> None:
+        """Record the model at the start of a validation, which callbacks may replace by an average for its duration."""
+        self._validated = digest(self._trainer.lightning_module.parameters())
+
+    def _evaluate(self, original: Any, *args: Any) -> None:
+        """Take a step of a validation, unless a rank was told to stop: then all ranks leave, and a resume validates.
+
+        Where a callback has put other weights into the model, the validation ends first, as a save would have these.
+        """
+        world = self._view.world
+        sync_points = self._view.sync_points
+        if world is not None and not world.asynchronous:
+            world.begin_steps()
+            if sync_points is not None:
+                stops = sync_points.is_any_stopping() and self._has_own_weights()
+            else:
+                # The sanity check comes before there are votes, and has few steps.
+                stops = world.reduce(torch.tensor(float(self._told)), "max") > 0.0
+            if stops:
+                world.interrupt_steps()
+        original(*args)
+
+    def _has_own_weights(self) -> bool:
+        return self._validated == digest(self._trainer.lightning_module.parameters())
 
     def _vote(self) -> None:
         if (sync_points := self._view.sync_points) is not None:
@@ -180,6 +215,8 @@ class FitSyncPoints:
         self._trainer = trainer
         self._stopping = stopping
         self._validation = UnscheduledValidation(trainer)
+        self.leave = stopping.leave
+        self.begin_validation = stopping.begin_validation
         self.on_model_changed: list[Callable[[], None]] = []
         """Functions that all ranks call together when a sync point has given all replicas another model."""
         self.on_met: Callable[[LightningCollectives], None] = lambda world: None

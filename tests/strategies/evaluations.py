@@ -1,0 +1,152 @@
+"""Scenarios in which three ranks evaluate fewer or more samples than they can divide evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric, PearsonCorrCoef, SumMetric
+from torchmetrics.retrieval import RetrievalMAP
+
+from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, EveryNSteps, ParameterServerStrategy
+from lightning_async.trainer.namespace import pl
+from tests.strategies import problem
+from tests.strategies.workers import Net, make_trainer, scenario
+
+SIZES = (13, 2, 7)
+"""Samples of each loader; three ranks have 5, 4 and 4 of the first, and the last rank has none of the second."""
+
+
+def samples(size: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(size)).view(-1, 1))
+
+
+class Gathering(pl.Callback):
+    """A callback that collects on every rank what all ranks have evaluated in a step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+        self.rows: list[int] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        everyones = trainer.strategy.world.gather_objects(batch[0].flatten().tolist())
+        self.seen += [sample for of_rank in everyones for sample in of_rank]
+        self.rows.append(len(module.all_gather(torch.ones(()))))
+
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
+
+
+class Evaluated(Net):
+    """A module that logs in every way, of several loaders."""
+
+    def __init__(self, sizes: Sequence[int] = SIZES) -> None:
+        super().__init__(pause_s=(0.0, 0.0, 0.0))
+        self.sizes = sizes
+        self.total = SumMetric()
+        self.last = SumMetric()
+        self.all = CatMetric()
+        self.precision = RetrievalMAP()
+        self.correlation = PearsonCorrCoef()
+        self.computed: dict[str, Any] = {}
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(samples(size), batch_size=4 if size > 7 else 1) for size in self.sizes]
+
+    test_dataloader = val_dataloader
+    predict_dataloader = val_dataloader
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        value = batch[0][:, 0]
+        count = len(value)
+        self.log("sum", value.sum(), reduce_fx="sum", sync_dist=True)
+        self.log("mean", value.mean(), batch_size=count, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("largest", value.max().double(), reduce_fx="max", sync_dist=True)
+        if dataloader_idx == 1:
+            # Only a rank with samples of this loader comes here.
+            self.last.update(value)
+            self.log("last", self.last)
+        self.total.update(value)
+        self.all.update(value)
+        self.precision.update(torch.sin(value), value.long() % 2, indexes=value.long() // 2 + 10 * dataloader_idx)
+        self.correlation.update(value + torch.cos(value), value)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            metrics = (self.total, self.precision, self.correlation)
+            self.computed = {type(metric).__name__: float(metric.compute()) for metric in metrics}
+            self.computed["all"] = sorted(self.all.compute().tolist())
+        for metric in (self.total, self.precision, self.correlation, self.all):
+            metric.reset()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return batch[0][:, 0]
+
+
+def averaging() -> Any:
+    return AsyncAveragingStrategy(schedule=EveryNSteps(2), transport="torch")
+
+
+def evaluated(strategy: Any, stage: str, sizes: Sequence[int] = SIZES, **options: Any) -> dict[str, Any]:
+    """What a rank has logged, computed and gathered in one evaluation."""
+    module = Evaluated(sizes)
+    gathering = Gathering()
+    trainer = make_trainer(strategy, callbacks=[gathering], devices=3, use_distributed_sampler=True, **options)
+    run = getattr(trainer, stage)
+    results = run(module, DataLoader(problem.batches(0, 12), batch_size=None)) if stage == "fit" else run(module)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    answer = {"logged": logged, "computed": module.computed, "seen": gathering.seen, "rows": gathering.rows}
+    if stage == "predict":
+        answer["predicted"] = [torch.cat(of_loader).tolist() if of_loader else [] for of_loader in results]
+    elif stage != "fit":
+        answer["results"] = len(results)
+    return answer
+
+
+@scenario
+def fit() -> Any:
+    return evaluated(averaging(), "fit")
+
+
+@scenario
+def fit_with_gradients() -> Any:
+    return evaluated(AsyncGradientStrategy(transport="torch"), "fit", num_sanity_val_steps=0)
+
+
+@scenario
+def fit_with_servers() -> Any:
+    return evaluated(ParameterServerStrategy(transport="torch"), "fit", num_sanity_val_steps=-1)
+
+
+@scenario
+def validate() -> Any:
+    return evaluated(averaging(), "validate")
+
+
+@scenario
+def test() -> Any:
+    return evaluated(averaging(), "test")
+
+
+@scenario
+def predict() -> Any:
+    return evaluated(averaging(), "predict")
+
+
+@scenario
+def limited_to_a_half() -> Any:
+    return evaluated(averaging(), "validate", (13, 7), limit_val_batches=0.5)
+
+
+@scenario
+def limited_to_one() -> Any:
+    return evaluated(averaging(), "validate", limit_val_batches=1)
