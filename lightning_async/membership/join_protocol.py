@@ -93,6 +93,15 @@ class JoinBoard:
     def write(self, key: str, note: Mapping[str, Any]) -> None:
         self._store.set(key, self.seal.sign(key, json.dumps(dict(note)).encode()))
 
+    def settle(self, key: str, note: Mapping[str, Any]) -> dict[str, Any]:
+        """Write ``note``, unless there is one already; return the note that is there, the same on all ranks."""
+        signed = self.seal.sign(key, json.dumps(dict(note)).encode())
+        before = self._store.compare_set(key, "", signed)
+        # The value is not signed by this job, so it is replaced.
+        if self.seal.open(key, before) is None:
+            self._store.compare_set(key, before, signed)
+        return self.read(key)
+
     def read(self, key: str) -> dict[str, Any]:
         if not self._store.check([key]):
             return {}

@@ -29,6 +29,7 @@ from lightning_async.membership.failure_detector import (
     UP,
     VISITING,
     FailureDetector,
+    Peer,
     Record,
     describe,
     new_life,
@@ -286,6 +287,23 @@ class Membership:
         """Return the names of this generation's lost members, in this rank's view. No I/O."""
         with self._lock:
             return tuple(self._failure_detector.gone())
+
+    def ended(self) -> dict[str, Peer]:
+        """Return the peers that were lost, have left, or were replaced by a new process, in this rank's view. No I/O.
+
+        Raises:
+            StoreLost: The store's host is gone.
+        """
+        with self._lock:
+            self._check_store()
+            peers = self._failure_detector.peers.items()
+            return {name: peer for name, peer in peers if peer.lost or peer.has_left or peer.restarted}
+
+    def accept_new_processes(self) -> None:
+        """Forget which peers were replaced by a new process, because the present ones train together from now on."""
+        with self._lock:
+            for peer in self._failure_detector.peers.values():
+                peer.restarted = False
 
     def why(self, names: Iterable[str]) -> str:
         with self._lock:

@@ -25,9 +25,10 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from lightning_async._sockets import connects, opening, serves_at
-from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, PeerLost, StoreLost
-from lightning_async.membership.failure_detector import new_life
+from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, Evicted, PeerLost, StoreLost
+from lightning_async.membership.failure_detector import describe, new_life
 from lightning_async.membership.generation import in_order, listed
+from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.membership import Membership
 from lightning_async.membership.signing import Seal
 from lightning_async.membership.status import ENDED, FAILED, StatusRecord, read_standings
@@ -457,33 +458,27 @@ class Assembly:
 _INTERVAL = timedelta(seconds=1)
 # Number of beats within the silence after which a process is lost.
 _SEVERAL = 8
+# Seconds after which the heartbeats show whether a rank's old process has ended, or a new one of it has joined.
+_SETTLES_S = 2.5
 
 
 class ProcessHeartbeat:
     """The heartbeat of this process from its first run to its end, slower than the heartbeat of each run.
 
     A rank may compute for hours between two runs: as long as its process lives, the other ranks wait for it. They stop
-    waiting if its process has died or ended. ``room`` is the prefix of the records in the store; after ranks were
-    renumbered, a new heartbeat begins under another prefix. The constructor raises AsyncTrainingError if another live
-    process has this rank.
+    waiting if its process has died or ended. ``name`` is the stable id of the rank, which it keeps when ranks are
+    renumbered. The constructor raises AsyncTrainingError if another live process has this rank.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        dead_after: timedelta,
-        start_timeout: timedelta,
-        seal: Seal,
-        room: str = "lightning_async",
-    ) -> None:
+    def __init__(self, store: Store, name: str, dead_after: timedelta, start_timeout: timedelta, seal: Seal) -> None:
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self.room = room
+        self.name = name
+        self._names: tuple[str, ...] = (name,)
+        self._joined: frozenset[str] = frozenset()
+        self._called: tuple[str, ...] = ()
+        """Stable ids of the ranks that have begun the last call of the Trainer together."""
         self._membership = Membership(
-            PrefixStore(f"{room}/presence", store), rank, world_size,
+            PrefixStore("lightning_async/presence", store), 0, 1, member=name,
             interval=min(_INTERVAL, dead_after / _SEVERAL), dead_after=dead_after, start_timeout=start_timeout,
             fresh=True, seal=seal.within("presence"),
         )  # fmt: skip
@@ -495,23 +490,83 @@ class ProcessHeartbeat:
     def inherited(self) -> bool:
         return os.getpid() != self._pid
 
-    def close(self) -> None:
-        """Publish that this process leaves on purpose, and end this heartbeat; the process may begin another."""
-        atexit.unregister(self._membership.close)
-        self._membership.close()
+    def expect(self, names: tuple[str, ...], joined: frozenset[str] = frozenset()) -> None:
+        """Set the stable ids of the ranks without which `check` raises, in rank order.
+
+        Those of ``joined`` have joined since the last call of the Trainer has begun, so they may be new processes.
+        """
+        self._names = names
+        self._joined = joined
+        self._called = self._called or names
 
     def check(self) -> None:
-        """Raise `PeerLost`, which names the ranks, if a process is gone. No I/O."""
-        self._membership.check()
-        if left := in_order(self._membership.left()):
-            raise PeerLost(
-                f"rank {self._rank}: the process(es) of rank(s) {listed(left)} have ended, while this rank waits for "
-                "them. All ranks must make the same calls of the Trainer; see the log of those.",
-                tuple(map(self._membership.generation.rank_of, left)),
-            )
+        """Raise `PeerLost`, which names the ranks, if the process of an expected rank is gone. No I/O."""
+        ended = self._membership.ended()
+        gone = {
+            name: ended[name]
+            for name in self._names
+            if name in ended and not (name in self._joined and ended[name].restarted and not ended[name].lost)
+        }
+        if not gone:
+            return
+        left = [name for name, peer in gone.items() if peer.has_left]
+        rank = self._names.index(self.name)
+        raise PeerLost(
+            f"rank {rank}: the process(es) of rank(s) {listed(left)} have ended, while this rank waits for them. "
+            "All ranks must make the same calls of the Trainer; see the log of those."
+            if len(left) == len(gone)
+            else f"rank {rank}: {describe(gone)}",
+            tuple(map(self._names.index, gone)),
+        )
+
+    def call_roll(self, call: int, names: tuple[str, ...], failed: bool, seal: Seal, timeout: timedelta) -> list[str]:
+        """Wait for all ranks whose processes live, and return the stable ids of those that begin this call together.
+
+        An exception that a script catches ends one call of the Trainer on a rank, and not the rank: its process makes
+        the next call with the others, whether they have raised, too, or have gone on without it. Ranks may have seen
+        different ones of them leave, so they agree in the store. Ranks whose last call has failed come last, because
+        the first rank gives its model to all.
+
+        Args:
+            call: Number of this call, equal on all ranks.
+            names: Stable ids of the ranks that train together as far as this rank knows.
+            failed: Whether this rank's last call has ended by an exception, so that ``names`` may be outdated.
+            seal: Signer of the job's messages.
+            timeout: Deadline.
+
+        Raises:
+            PeerLost: The process of a rank in ``names`` has died, and this rank's last call has not failed.
+            StoreLost: The store has died.
+            CollectiveTimeout: Ranks, which the error names, have not come by the deadline.
+            Evicted: The others have begun the call without this rank.
+        """
+        board = JoinBoard(self._store, seal)
+        key = f"roll/{call}"
+        awaited = {*self._called, *names}
+        come: dict[str, bool] = {}
+        board.write(f"{key}/{self.name}", {"failed": failed, "awaits": sorted(awaited)})
+        patience = WaitWithLog(int(self.name), timeout, lambda: None)
+        began = time.monotonic()
+        while not (members := board.read(key).get("members")):
+            for name in in_order(awaited - come.keys()):
+                if note := board.read(f"{key}/{name}"):
+                    come[name] = note.get("failed") is True
+                    awaited |= {*map(str, note.get("awaits", ()))}
+            missing = in_order(awaited - come.keys() - self._membership.ended().keys())
+            if not failed and not {*names} <= come.keys() and time.monotonic() - began > _SETTLES_S:
+                self.check()
+            elif not missing and (failed or {*names} <= come.keys()):
+                board.settle(key, {"members": sorted(in_order(come), key=lambda name: come[name])})
+                continue
+            patience.wait(lambda: f"waiting for rank(s) {', '.join(missing)} to make this call of the Trainer, too")
+        if self.name not in members:
+            raise Evicted(f"rank {self.name}: rank(s) {listed(members)} have begun this call of the Trainer without it.")
+        self._membership.accept_new_processes()
+        self._called = tuple(members)
+        return members
 
     def meet(self, name: str, job: str, seal: Seal, timeout: timedelta) -> None:
-        """Wait until all live ranks have come to the run ``name``; log which ones are missing.
+        """Wait until all expected ranks have come to the run ``name``; log which ones are missing.
 
         Args:
             name: Name of the run.
@@ -524,9 +579,10 @@ class ProcessHeartbeat:
             StoreLost: The store has died.
             CollectiveTimeout: Ranks are missing at the deadline.
         """
-        patience = WaitWithLog(self._rank, timeout, self.check)
-        with naming_the_stores_host(self._rank):
-            greet(PrefixStore(name, self._store), self._rank, self._world_size, job, seal.within(name), patience)
+        rank = self._names.index(self.name)
+        patience = WaitWithLog(rank, timeout, self.check)
+        with naming_the_stores_host(rank):
+            greet(PrefixStore(name, self._store), rank, len(self._names), job, seal.within(name), patience)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.strategies.join import JoinCoordinator
 from lightning_async.strategies.joining_rank import JoiningRank
 from lightning_async.strategies.local_steps import LocalSteps
+from lightning_async.strategies.rank_mapping import note_failure
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.environment.settings import TrainerSettings, check_equal
@@ -172,6 +173,8 @@ class AsyncStrategy(ReplicatedStrategy):
             self._connection.outlives &= not isinstance(exception, Evicted | StoreLost)
             if self.failed and not isinstance(exception, PeerLost):
                 self._connection.membership.fail(in_words(exception))
+        if self.failed:
+            note_failure(in_words(exception))
         # After the report to the peers, because writing to the disk may hang.
         note_end(exception)
 

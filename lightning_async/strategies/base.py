@@ -21,14 +21,21 @@ from torch.optim import Optimizer
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.timeouts import Timeouts
+from lightning_async.errors import PeerLost
+from lightning_async.membership.generation import Generation
 from lightning_async.membership.launcher_channel import CHANNEL, REJOIN
 from lightning_async.membership.startup import AGENTS_STORE, naming_the_stores_host
 from lightning_async.strategies.rank_mapping import (
     RankMap,
     among,
+    begin_call,
     count_run,
+    has_failed,
+    keep_map,
     left_here,
     name_in_run,
+    next_call,
+    next_run,
     number_rank,
     numbered_last,
     run_name,
@@ -271,7 +278,57 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         # Before the ranks connect, because dedicated servers are in no group of the workers.
         self.roles.take_part(self)
         super().setup_environment()
+        if self.host is not None and self.num_started > 1 and not self.joining:
+            self._begin_call()
         self.connect_ranks()
+
+    def _begin_call(self) -> None:
+        """Agree with all ranks whose processes live on those that begin this call of the Trainer.
+
+        Ranks that were lost in an earlier call only because of an exception, which their script has caught, come back.
+
+        Raises:
+            PeerLost: too few ranks live; or a rank has died since the last call.
+            StoreLost: the store is lost.
+            CollectiveTimeout: live ranks do not make this call within 30 minutes.
+            Evicted: the others have begun this call without this rank.
+        """
+        call = next_call()
+        if call == 1:
+            begin_call(call)
+            return
+        place = self.place
+        before = list(getattr(place, "names", map(str, range(place.world_size()))))
+        failed = has_failed()
+        with naming_the_stores_host(self.global_rank):
+            names = cast(Any, self.transport).call_roll(place, call, failed)
+        begin_call(call)
+        started = self.num_started
+        lowest = cast(Any, self).fewest
+        fewest = max(lowest, 2 if failed and len(before) > 1 else 1)
+        if len(names) < fewest:
+            raise PeerLost(
+                f"rank {self.global_rank}: {len(names)} of {started} replicas are left for this call of the Trainer, "
+                f"and fewer than {fewest} do not go on: the processes of the others have ended. See their logs, and "
+                "start all ranks again."
+            )
+        if names == before:
+            return
+        environment = getattr(self.cluster_environment, "launchers", self.cluster_environment)
+        stable_id = str(environment.global_rank())
+        everyone = RankMap(Generation.first(0, started), 0, lowest, wanted=lowest)
+        if names == list(everyone.names):
+            self.live_ranks = None
+            number_rank(int(stable_id))
+        else:
+            ever = () if self.live_ranks is None else self.live_ranks.ever
+            run = next_run()
+            self.live_ranks = everyone.with_joining_ranks(names.index(stable_id), names, run, ever)
+        keep_map(self.live_ranks)
+        log.warning(
+            "Rank %s: this call of the Trainer begins with %d of %d ranks, %s in this sequence.",
+            stable_id, len(names), started, ", ".join(names),
+        )  # fmt: skip
 
     def _comes_late(self) -> bool:
         """Return whether the other ranks train already, as the store says; False if this rank need not ask the store.

@@ -133,7 +133,7 @@ class JoinConnector:
         names = tuple(place["names"])
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # CUDA's current device is that of a thread, and this is a new one
-        environment = RenumberedEnvironment(self._environment, rank, len(names), "")
+        environment = RenumberedEnvironment(self._environment, rank, names)
         timeouts = self._timeouts
         connection = self._transport.widen(environment, self._device, place["room"], timeouts, PATIENCE, check)
         try:

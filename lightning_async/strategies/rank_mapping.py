@@ -18,9 +18,9 @@ from lightning_async.trainer.namespace import fabric, pytorch
 log = logging.getLogger(__name__)
 
 
-# The prefix of the store's keys by which ranks connect while they have the numbers with which they were started.
-_ROOM = "lightning_async"
+_RUNS_IN_CALL = 1 << 12
 _runs = [0]
+_failures: list[str] = []  # The exception that has ended this process's last call of the Trainer, if one has.
 _here: list[RankMap] = []  # The map of this process once numbers have changed; later strategies begin with it.
 
 
@@ -51,8 +51,10 @@ class RankMap:
         self._run = run
         self._min_replicas = min_replicas
         self.wanted = max(wanted, min_replicas)
+        self.joined = frozenset[str]() if before is None else before.joined
+        """Stable ids of ranks that have joined since the present call of the Trainer has begun."""
         self.room = "" if before is None else before.room
-        """The prefix of the keys in the store by which live ranks connect once their numbers changed; else ``""``."""
+        """A name that changes with the numbers of the live ranks; ``""`` while these are the numbers of the start."""
         self.generation = generation
 
     def with_joining_ranks(self, rank: int, names: Sequence[str], run: int, ever: Iterable[int] = ()) -> RankMap:
@@ -67,6 +69,7 @@ class RankMap:
         made = RankMap(Generation.first(rank, len(names)), run, self._min_replicas, self, self.wanted)
         made._names = tuple(names)
         made.ever = self.ever.union(ever, map(int, names))
+        made.joined |= {*names} - {*self.names}
         made._number(run)
         return made
 
@@ -152,7 +155,8 @@ def count_run(at_least: int = 0) -> int:
     """Count a new run of this process, whichever strategy makes it, and return its number.
 
     Each run has its own number, so that it does not read what an earlier run has left in the store. All ranks count the
-    same runs.
+    same runs. Each call of the Trainer begins with a multiple of `_RUNS_IN_CALL`, so that ranks count alike although an
+    exception has kept one of them from counting all runs of the call before.
 
     Args:
         at_least: Smallest number to return, for a rank that has joined and has not counted earlier runs. Default: none.
@@ -164,6 +168,35 @@ def count_run(at_least: int = 0) -> int:
 def next_run() -> int:
     """Return the number that `count_run` would return, without counting a run."""
     return _runs[0] + 1
+
+
+def call_of(run: int) -> int:
+    """Return the number of the call of the Trainer to which a run belongs: 1 for the first."""
+    return run // _RUNS_IN_CALL + 1
+
+
+def begin_call(call: int) -> None:
+    """Count a call of the Trainer, which all its ranks begin together."""
+    _runs[0] = (call - 1) * _RUNS_IN_CALL
+    _failures.clear()
+
+
+def next_call() -> int:
+    return call_of(_runs[0]) + 1 if _runs[0] else 1
+
+
+def note_failure(text: str) -> None:
+    """Note that an exception has ended this process's call of the Trainer: it takes part in the next one again."""
+    _failures[:] = [text]
+
+
+def has_failed() -> bool:
+    return bool(_failures)
+
+
+def keep_map(live_ranks: RankMap | None) -> None:
+    """Set the map with which later strategies of this process begin; None: all ranks have the numbers of the start."""
+    _here[:] = [] if live_ranks is None else [live_ranks]
 
 
 def run_name(run: int) -> str:
@@ -188,13 +221,9 @@ def among(live_ranks: RankMap | None, environment: Any, num_serving: int = 0) ->
         num_serving: Number of dedicated servers: the last of the ranks that were started. Default 0.
     """
     if live_ranks is None or not live_ranks.room:
-        size = environment.world_size() - num_serving
-        return (
-            RenumberedEnvironment(environment, environment.global_rank(), size, _ROOM) if num_serving else environment
-        )
-    return RenumberedEnvironment(
-        environment, live_ranks.generation.rank, live_ranks.generation.world_size, live_ranks.room
-    )
+        names = tuple(map(str, range(environment.world_size() - num_serving)))
+        return RenumberedEnvironment(environment, environment.global_rank(), names) if num_serving else environment
+    return RenumberedEnvironment(environment, live_ranks.generation.rank, live_ranks.names, live_ranks.joined)
 
 
 def numbered_last(environment: Any) -> Any:

@@ -271,6 +271,14 @@ class TorchTransport(Transport):
         """
         return assemble(environment)
 
+    def call_roll(self, environment: Any, call: int, failed: bool) -> list[str]:
+        """Return the stable ids of the ranks that begin a call of the Trainer; see `ProcessHeartbeat.call_roll`."""
+        presence = _presence_of(environment)
+        everyone = tuple(map(str, range(environment.world_size())))
+        names = getattr(environment, "names", everyone)
+        presence.expect(names, getattr(environment, "joined", frozenset()))
+        return presence.call_roll(call, names, failed, Seal.of_job(), START_TIMEOUT)
+
     def early_door(self, environment: Any) -> JoinBoard:
         """Return the board on which joining ranks ask to join, without waiting until all ranks have started.
 
@@ -294,6 +302,8 @@ class TorchTransport(Transport):
         """
         store = distributed_c10d.PrefixStore(name, store_of(environment, environment.global_rank()))
         seal = Seal.of_job().within(name)
+        # Before this process joins, so that the others never take its predecessor's end for its own.
+        _presence_of(environment, dead_after)
         return Membership(store, 0, 1, member=joining_rank, visits=True, dead_after=dead_after, fresh=True, seal=seal)
 
     def _connect(
@@ -361,21 +371,23 @@ class TorchTransport(Transport):
         return short_world(root, presence.check)
 
 
+def _presence_of(environment: Any, dead_after: timedelta | None = None) -> ProcessHeartbeat:
+    """Return the heartbeat of this process, which begins with the first call."""
+    if not _presences or _presences[0].inherited:
+        started = getattr(environment, "launchers", environment)
+        store = store_of(environment, environment.global_rank())
+        name = str(started.global_rank())
+        _presences[:] = [ProcessHeartbeat(store, name, dead_after or _DEAD_AFTER, START_TIMEOUT, Seal.of_job())]
+    return _presences[0]
+
+
 def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessHeartbeat:
     """Wait until all ranks have come to the run ``name``, however late they are, as long as their processes live."""
-    rank = environment.global_rank()
-    world_size = environment.world_size()
-    seal = Seal.of_job()
-    room = getattr(environment, "room", "lightning_async")
-    # Ranks were lost or have joined, so this process may have another rank, for which it needs a new heartbeat.
-    if _presences and not _presences[0].inherited and _presences[0].room != room:
-        _presences.pop().close()
-    if not _presences or _presences[0].inherited:
-        store = store_of(environment, rank)
-        patience = dead_after or _DEAD_AFTER
-        _presences[:] = [ProcessHeartbeat(store, rank, world_size, patience, START_TIMEOUT, seal, room)]
-    _presences[0].meet(name, _job(environment), seal, START_TIMEOUT)
-    return _presences[0]
+    presence = _presence_of(environment, dead_after)
+    everyone = tuple(map(str, range(environment.world_size())))
+    presence.expect(getattr(environment, "names", everyone), getattr(environment, "joined", frozenset()))
+    presence.meet(name, _job(environment), Seal.of_job(), START_TIMEOUT)
+    return presence
 
 
 def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:

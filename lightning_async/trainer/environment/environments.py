@@ -160,22 +160,25 @@ class _Renumbered:
 
 
 class RenumberedEnvironment(_Renumbered):
-    """The environment of a rank after a reconfiguration, with its new rank, world size and key space in the store.
+    """The environment of a rank after a reconfiguration, with its new rank and world size.
 
-    ``room`` is this key space: the prefix of the keys by which the live ranks find one another in the store.
+    ``names`` are the stable ids of the live ranks, in rank order. Those of ``joined`` have joined since the present
+    call of the Trainer has begun.
     """
 
-    def __init__(self, environment: Any, rank: int, world_size: int, room: str) -> None:
+    def __init__(
+        self, environment: Any, rank: int, names: tuple[str, ...], joined: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__(environment)
         self._rank = rank
-        self._world_size = world_size
-        self.room = room
+        self.names = names
+        self.joined = joined
 
     def global_rank(self) -> int:
         return self._rank
 
     def world_size(self) -> int:
-        return self._world_size
+        return len(self.names)
 
 
 class JoiningEnvironment(_Renumbered):
