@@ -18,7 +18,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.gradients.reduction import SynchronousGradients
-from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
+from lightning_async.engine.replica import BufferPolicies, OptimizerPolicy
 from lightning_async.engine.shared_state import Vote
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.errors import Evicted, PeerLost, StoreLost
@@ -81,7 +81,7 @@ class AsyncStrategy(ReplicatedStrategy):
         self,
         config: AveragerConfig,
         *,
-        buffers: BufferPolicy,
+        buffers: BufferPolicies,
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: configuration_checks.LrClock = "local",
         transport: Transport | TransportName,
@@ -97,7 +97,7 @@ class AsyncStrategy(ReplicatedStrategy):
                 f"`Timeouts(replicas={config.timeouts.replicas!r})`: over {self.transport!r} nobody comes back to be "
                 "waited for. Use `TorchTransport()`, or leave it out."
             )
-        self.buffers: BufferPolicy = buffers
+        self.buffers: BufferPolicies = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
         self.lr_clock: configuration_checks.LrClock = lr_clock
         self.summary = RunSummary()

@@ -16,7 +16,7 @@ from lightning_async.algorithms.outer_optimizers import DiLoCo
 from lightning_async.algorithms.schedules import Schedule
 from lightning_async.engine.averaging.rule_state import AveragerConfig, Weighting
 from lightning_async.engine.compressed_mean import Compression
-from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
+from lightning_async.engine.replica import BufferPolicies, OptimizerPolicy
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.strategies.async_strategy import AsyncStrategy
 from lightning_async.trainer import configuration_checks
@@ -56,7 +56,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
             a number >= 0.
         buffers: Treatment of floating-point buffers (BatchNorm statistics): ``"average"`` (default), ``"keep"`` each
             replica's, ``"broadcast"`` rank 0's, or ``"recompute"`` BatchNorm's from recent batches at every sync
-            point. Integer buffers take the largest value of all replicas at every sync point.
+            point. Integer buffers take the largest value of all replicas at every sync point. A dict has policies by
+            patterns of names, of which the first that matches counts, such as ``{"queue*": "keep"}``; here ``"keep"``
+            is for integer buffers, too, and buffers that match no pattern are averaged. Buffers with
+            ``persistent=False`` are always each replica's own.
         optimizer_state: Treatment of the optimizers' state: ``"keep"`` each replica's (default), ``"average"`` it, or
             ``"reset"`` it after each round. A replica that was out of data and has missed synchronous steps always
             takes over the others' state at the next sync point.
@@ -107,7 +110,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         overlap: bool = True,
         *,
         weighting: Weighting | Callable[[Any], float] = "samples",
-        buffers: BufferPolicy = "average",
+        buffers: BufferPolicies = "average",
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: configuration_checks.LrClock = "local",
         compression: Compression | TopK | Literal["auto", "topk"] = "auto",

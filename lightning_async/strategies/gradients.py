@@ -13,7 +13,7 @@ from lightning_async.algorithms.staleness import DelayCorrection
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.gradients.compression import GradientCompression
 from lightning_async.engine.gradients.window import WindowTotals
-from lightning_async.engine.replica import BufferPolicy
+from lightning_async.engine.replica import BufferPolicies
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.strategies.async_strategy import AsyncStrategy
 from lightning_async.strategies.window_steps import ManualWindowSteps, WindowSteps, check_apart
@@ -95,7 +95,7 @@ class AsyncGradientStrategy(AsyncStrategy):
         warmup_steps: int = 0,
         correction: DelayCorrection | None = None,
         compression: GradientCompression | CompressionName = "none",
-        buffers: BufferPolicy = "average",
+        buffers: BufferPolicies = "average",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
         timeouts: Timeouts | None = None,

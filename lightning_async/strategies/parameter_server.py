@@ -14,7 +14,7 @@ from lightning_async.algorithms.compression import Bf16, Fp8, Int8, PushCompress
 from lightning_async.algorithms.staleness import StalenessPolicy
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.rule_state import AveragerConfig
-from lightning_async.engine.replica import BufferPolicy
+from lightning_async.engine.replica import BufferPolicies
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.membership.generation import Generation
 from lightning_async.membership.launcher_channel import REJOIN
@@ -124,7 +124,7 @@ class ParameterServerStrategy(AsyncStrategy):
         pull_every: int = 1,
         compression: PushCompressionName | Bf16 | Fp8 | Int8 | TwoBit | TopK = "none",
         overlap: bool = False,
-        buffers: BufferPolicy = "average",
+        buffers: BufferPolicies = "average",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
         timeouts: Timeouts | None = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -24,7 +24,7 @@ from lightning_async.algorithms.schedules import Schedule, Warmup
 from lightning_async.data.partition import PartitionedSampler
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.compressed_mean import Compression
-from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, with_statistics
+from lightning_async.engine.replica import BufferPolicies, BufferPolicy, OptimizerPolicy, with_statistics
 from lightning_async.trainer.data.epoch_data import EpochAssignment
 from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import pl, pytorch, searches_lr, validation_interval
@@ -59,7 +59,11 @@ def check_compression(owner: str, compression: object) -> None:
 
 def check_policies(owner: str, buffers: object, optimizer_state: object, lr_clock: object, part_mb: float) -> None:
     """Raise TypeError or ValueError for an invalid value of an argument that several strategies have in common."""
-    check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
+    if isinstance(buffers, Mapping):
+        for pattern, policy in buffers.items():
+            check_choice(owner, f"buffers[{pattern!r}]", policy, ("average", "keep", "broadcast"))
+    else:
+        check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
     check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
     check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
     if not isinstance(part_mb, int | float) or isinstance(part_mb, bool):
@@ -117,7 +121,7 @@ def check_survival(owner: str, min_replicas: int | None, max_replicas: int | Non
         raise ValueError(f"`{owner}(max_replicas={max_replicas})`: there are {world_size} ranks.")
 
 
-def check_setup(module: Any, layer_sync: Any, buffers: str) -> None:
+def check_setup(module: Any, layer_sync: Any, buffers: BufferPolicies) -> None:
     """Raise ValueError for a module with a layer or a metric that waits for all ranks at every step.
 
     Also raise it if ``buffers`` is "recompute", the module has BatchNorm's statistics, and it has no ``forward``, by
