@@ -38,6 +38,7 @@ from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 from lightning_async.transports.torch import TorchTransport
 
+_SCHEDULES = "lightning_async_schedules"  # key of a checkpoint: what learning-rate schedules count
 _fits = itertools.count(1)  # Numbers of this process's fits, which are equal on all ranks that run the same script.
 
 
@@ -52,8 +53,8 @@ class AsyncStrategy(ReplicatedStrategy):
         buffers: Treatment of floating-point buffers (BatchNorm statistics), see `AsyncAveragingStrategy`.
         optimizer_state: Treatment of the optimizers' state: ``"keep"`` (default), ``"average"`` or ``"reset"``, see
             `AsyncAveragingStrategy`.
-        lr_clock: Steps that a learning-rate scheduler with interval ``"step"`` counts: this rank's own (``"local"``,
-            default), or the mean over all ranks (``"global"``).
+        lr_clock: What a learning-rate scheduler with interval ``"step"`` counts, see `AsyncAveragingStrategy`. Default:
+            ``"samples"``.
         transport: Starts the ranks and moves their bytes, see `ReplicatedStrategy`.
 
     Raises:
@@ -83,7 +84,7 @@ class AsyncStrategy(ReplicatedStrategy):
         *,
         buffers: BufferPolicies,
         optimizer_state: OptimizerPolicy = "keep",
-        lr_clock: configuration_checks.LrClock = "local",
+        lr_clock: configuration_checks.LrClock = "samples",
         transport: Transport | TransportName,
     ) -> None:
         dead_after = config.timeouts.dead_after
@@ -264,8 +265,17 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        averager = None if self.lr_clock == "local" else self.averager
+        averager = self.averager if self.lr_clock == "global" else None
         return None if averager is None else (averager.first_step, averager.global_step())
+
+    @property
+    def num_sharing(self) -> int:
+        if self.lr_clock == "local":
+            return 0
+        together = self.averager is not None and (self.in_windows or self.averager.ledger.synchronous)
+        told = self.gradients.told if together and self.gradients is not None else None
+        # All ranks that step together must take the same number, and a loss may be known to some of them only.
+        return told.ranks if told is not None and told.ranks else self.world_size
 
     def end_epoch(self) -> None:
         if self.averager is not None:
@@ -307,6 +317,8 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
         self.saved.write(checkpoint, None if self._session is None else self._session.state(), origin)
+        if self.fit_sessions is not None:
+            checkpoint[_SCHEDULES] = self.fit_sessions.patches.rates.state()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self.write_state(checkpoint)
@@ -318,4 +330,5 @@ class AsyncStrategy(ReplicatedStrategy):
         if self.averager is not None:
             self.start_over()
         self.saved.load(checkpoint)
+        self.saved.schedules = dict(checkpoint.get(_SCHEDULES, ()))
         return checkpoint

@@ -63,8 +63,12 @@ class AsyncAveragingStrategy(AsyncStrategy):
         optimizer_state: Treatment of the optimizers' state: ``"keep"`` each replica's (default), ``"average"`` it, or
             ``"reset"`` it after each round. A replica that was out of data and has missed synchronous steps always
             takes over the others' state at the next sync point.
-        lr_clock: Steps that a learning-rate scheduler with interval ``"step"`` counts: the replica's own (``"local"``,
-            default), or the mean over all replicas (``"global"``). Under `Synchronous` both are the same.
+        lr_clock: What a learning-rate scheduler with interval ``"step"`` counts. ``"samples"`` (default): the replica's
+            own steps, each of them as a part of a step if fewer ranks train than at the start, or as more if there are
+            more. A step of the schedule stands for as many samples as all ranks trained on per step when training
+            began, so that schedules end with the data, whoever is left. ``"global"``: in the same way the mean steps
+            of all replicas. ``"local"``: the replica's own steps as they are. Where ``max_steps`` ends training,
+            schedules count steps as they are, too. Under `Synchronous` ``"global"`` and ``"samples"`` are the same.
         compression: Compression of messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send
             differences, such as `DiLoCo`), ``"topk"`` or `TopK(fraction, bits)` (only the largest elements; for the
             same rules), ``"bf16"`` (half of the bytes), or ``"none"``. ``"auto"`` (default) is ``TopK(0.02, bits=2)``
@@ -112,7 +116,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         weighting: Weighting | Callable[[Any], float] = "samples",
         buffers: BufferPolicies = "average",
         optimizer_state: OptimizerPolicy = "keep",
-        lr_clock: configuration_checks.LrClock = "local",
+        lr_clock: configuration_checks.LrClock = "samples",
         compression: Compression | TopK | Literal["auto", "topk"] = "auto",
         fragments: int | Literal["auto"] = "auto",
         min_replicas: int | None = None,
@@ -164,7 +168,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
         if self.world is not None:
             # Replicas step with their own gradients between rounds, unless the schedule is `Synchronous`.
             apart = not isinstance(self.schedule, Synchronous)
-            check_optimizers(self.world, self.module, self.optimizers, usual=apart)
+            settled = {"rule": self.rule, "fragments": self.num_fragments}
+            check_optimizers(self.world, self.module, self.optimizers, usual=apart, settled=settled)
 
     def _fit_rule(self) -> None:
         """Set the rule if it is "auto": the mean if several optimizers step manually, else `AdaptiveDiLoCo`.
@@ -207,7 +212,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         return {
             **super().settings(), "rule": self.rule, "schedule": self.schedule,
             "optimizer_state": self.optimizer_state_policy, "lr_clock": self.lr_clock,
-            "weighting": getattr(self.weighting, "__qualname__", self.weighting),
+            "weighting": self.weighting,
         }  # fmt: skip
 
     def __repr__(self) -> str:

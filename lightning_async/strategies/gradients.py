@@ -131,7 +131,7 @@ class AsyncGradientStrategy(AsyncStrategy):
                 f"`{owner}(accumulate='until_reduced', delay=0)`: without a delay nothing is gathered while gradients "
                 "are reduced. Pass `delay=1`, or a number of batches."
             )
-        configuration_checks.check_policies(owner, buffers, "keep", "local", part_mb)
+        configuration_checks.check_policies(owner, buffers, "keep", "samples", part_mb)
         config = AveragerConfig(
             timeouts=Timeouts.or_default(timeouts), part_bytes=max(4, int(part_mb * 2**20)),
             min_replicas=min_replicas, max_replicas=max_replicas,

@@ -32,7 +32,7 @@ from lightning_async.trainer.namespace import pl, pytorch, searches_lr, validati
 log = logging.getLogger(__name__)
 
 
-LrClock = Literal["local", "global"]
+LrClock = Literal["samples", "global", "local"]
 
 
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
@@ -149,11 +149,15 @@ def check_setup(module: Any, layer_sync: Any, buffers: BufferPolicies) -> None:
 
 
 class FitCheck:
-    """The checks that all ranks make together before the first batch."""
+    """The checks that all ranks make together before the first batch.
 
-    def __init__(self, trainer: Any, world: LightningCollectives) -> None:
+    ``share`` is the number of steps of a learning-rate schedule in an optimizer step. Default: 1.0.
+    """
+
+    def __init__(self, trainer: Any, world: LightningCollectives, share: float = 1.0) -> None:
         self._trainer = trainer
         self._world = world
+        self._share = share
 
     def run(self) -> bool:
         """Run all checks, and return whether all ranks have the same number of epochs.
@@ -209,7 +213,7 @@ class FitCheck:
         told = self._world.gather_objects(
             [mine if limit in (None, -1) else min(mine, limit), min(lengths, default=math.inf)]
         )
-        steps = max(steps for steps, _ in told)
+        steps = max(steps for steps, _ in told) * self._share
         shortest = min(length for _, length in told)
         if shortest < steps < math.inf:
             raise ValueError(
