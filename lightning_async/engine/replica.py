@@ -1,17 +1,14 @@
 r"""The tensors of one replica, their layout in a flat bucket, and the merge of a mean that arrives late.
 
 `Replica` packs tensors into a bucket and merges a bucket into them. `ModuleTensors` says which tensors a module has,
-and which of them are averaged or compared. `RunningMean` and `merge_late_` are for tensors that are themselves running
-means, such as statistics of BatchNorm and Adam's moments. Each update :math:`x \leftarrow d\,x + u` keeps a part
-:math:`d` of the value. After :math:`k` updates since a snapshot :math:`s`, the value is :math:`d^k s` plus what the
-updates have added. If the replica had held the mean :math:`m` of all replicas at the snapshot, its value would be
-:math:`x + d^k (m - s)` now. This is the value that the merge gives: no update is lost, and a variance stays positive.
+and which of them are averaged or compared.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,14 +19,17 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_async import ops
 from lightning_async.engine.fingerprint import digest, is_finite, real
+from lightning_async.engine.running_means import RunningMean, count, merge_late_
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
-PIECE = 1 << 20  # elements that are merged at a time; a merge needs a few times as much memory beside the buckets
 BufferPolicy = Literal["average", "keep", "broadcast", "recompute"]
+BufferPolicies = BufferPolicy | Mapping[str, BufferPolicy]
+"""One policy for all floating-point buffers, or policies by patterns of buffers' names, see `policy_of`."""
 OptimizerPolicy = Literal["keep", "average", "reset"]
 Updates = tuple[Sequence[Tensor], Sequence[Tensor]]
 """How often the buffers and the optimizers' state have been updated, see `count`."""
+FLAGS = 48  # flags of buffers in one number of a header
 _KINDS = frozenset(
     {
         torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
@@ -60,11 +60,12 @@ class _Section:
 class Replica:
     """The tensors of one replica that are averaged, and their layout in a bucket.
 
-    The bucket contains, in this order: the parameters, to which the averaging rule applies; the floating-point buffers,
-    unless each replica keeps its own; and the optimizers' state, where it is averaged. Buffers and optimizer state
-    always take the plain work-weighted mean, or, with ``"broadcast"``, buffers take one replica's values. Their updates
-    since the snapshot are added to the mean, see `RunningMean`. A complex number counts as two real ones. Buffers and
-    optimizer state may be assigned anew while training.
+    The bucket contains, in this order: the parameters, to which the averaging rule applies; the floating-point buffers
+    of the module's ``state_dict``, unless each replica keeps its own; and the optimizers' state, where it is averaged.
+    Buffers and optimizer state always take the plain work-weighted mean, or, with ``"broadcast"``, buffers take one
+    replica's values. Their updates since the snapshot are added to the mean, see `RunningMean`. A complex number counts
+    as two real ones. Buffers and optimizer state may be assigned anew while training. A round sends only those buffers
+    that have changed on some replica since replicas last agreed.
 
     The parameters are divided into ``fragments`` of about equal size in bytes; each round sends one fragment, in turn.
     Buffers and optimizer state are sent with the last fragment. So each element is sent once in as many rounds as there
@@ -82,13 +83,13 @@ class Replica:
     def __init__(
         self,
         module: nn.Module,
-        buffers: BufferPolicy = "average",
+        buffers: BufferPolicies = "average",
         device: torch.device | str = "cpu",
         fragments: int = 1,
     ) -> None:
         self.num_fragments = fragments
         self.tensors = ModuleTensors(module, buffers)
-        self.policy: BufferPolicy = buffers
+        self.policy: BufferPolicies = buffers
         self.device = torch.device(device)
         self.watched: Callable[[], Iterable[Tensor]] = tuple
         """Returns further tensors that must be finite for the replica to be healthy: the state that optimizers keep."""
@@ -99,6 +100,8 @@ class Replica:
         self.reference = torch.empty(0)
         """The buffers when replicas last held one model. Rounds send buffers as differences from these values, so that
         buffers that never change keep their bits."""
+        self._infinite: dict[int, int] = {}
+        """By number of a buffer, a digest of its infinite values when replicas last held one model."""
         self._fragments: list[_Section] = []
         self.build()
 
@@ -152,7 +155,10 @@ class Replica:
         buffers = self._buffers
         self.reference = torch.empty(buffers.plan.layout.numel, device=self.device)
         buffers.plan.pack_(self.reference)
-        self.reference.nan_to_num_(0.0, 0.0, 0.0)
+        finite = self.reference.nan_to_num(0.0, 0.0, 0.0)
+        views = buffers.plan.layout.views(self.reference - finite)
+        self._infinite = {i: digest([views[i]]) for i, judged in enumerate(self.tensors.judged) if not judged}
+        self.reference = finite
 
     def take_thawed(self) -> None:
         self.tensors.take_thawed()
@@ -230,6 +236,59 @@ class Replica:
         parameters = self.of_rule(bucket, fragment)
         return is_finite([parameters, self._averages.of(bucket)]), is_finite(self._judged(views))
 
+    @property
+    def no_buffers(self) -> tuple[int, ...]:
+        """The result of `changed_buffers` where no buffer has changed: a flag for each buffer, `FLAGS` in a number."""
+        return (0,) * -(-len(self._buffers.tensors) // FLAGS)
+
+    def changed_buffers(self, bucket: Tensor, fragment: int) -> tuple[int, ...]:
+        """Return flags of the buffers in a packed snapshot that differ from those of the last agreement."""
+        if fragment != self.last_fragment or not self._buffers.tensors:
+            return self.no_buffers
+        views = self._buffers.plan.layout.views(self._buffers.of(bucket))  # differences from `reference`
+        differ = torch.stack([view.any() for view in views]).tolist()
+        for i, infinite in self._infinite.items():
+            differ[i] = digest([views[i]]) != infinite
+        words = range(0, len(differ), FLAGS)
+        return tuple(sum(1 << i for i, changed in enumerate(differ[k : k + FLAGS]) if changed) for k in words)
+
+    def sum_round_(
+        self,
+        target: Tensor,
+        sent: Tensor,
+        fragment: int,
+        changed: Sequence[int],
+        sum_: Callable[[Tensor], None],
+        of_rule: bool = True,
+    ) -> int:
+        """Sum what a round of ``fragment`` sends over all ranks, in ``target``; all ranks call this together.
+
+        Buffers that are not ``changed`` on any rank are not sent, because all ranks hold the same values: each copies
+        its own from its message ``sent``. Without ``of_rule``, parameters are not sent either. Returns the number of
+        bytes of unchanged buffers.
+        """
+        moved = self.of_round(target, fragment)
+        parameters = self.layout_of(fragment).numel if fragment == self.last_fragment else moved.numel()
+        sizes = self._buffers.plan.layout.sizes if fragment == self.last_fragment else ()
+        pairs = zip(*(self._buffers.of(bucket).split(sizes) for bucket in (target, sent)), strict=True) if sizes else ()
+        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for i, (mean, own) in enumerate(pairs):
+            is_sent = bool(changed[i // FLAGS] >> i % FLAGS & 1)
+            parts[is_sent].append(mean)
+            if not is_sent:
+                mean.copy_(own)
+        if not parts[False]:
+            sum_(moved if of_rule else moved[parameters:])
+            return 0
+        if of_rule:
+            sum_(moved[:parameters])
+        together = torch.cat([moved[:0], *parts[True]])
+        sum_(together)
+        sum_(self._averages.of(target))
+        for mean, whole in zip(parts[True], together.split([mean.numel() for mean in parts[True]]), strict=True):
+            mean.copy_(whole)
+        return sum(mean.nbytes for mean in parts[False])
+
     def _judged(self, buffers: Iterable[Tensor]) -> list[Tensor]:
         return [b for b, judged in zip(buffers, self.tensors.judged, strict=True) if judged]
 
@@ -299,8 +358,11 @@ class Replica:
             here, there = (self.of_round(bucket, fragment) for bucket in (out, source))
             start = 0 if of_rule else self.layout_of(fragment).numel
             self.scaled_(here[start:], there[start:], share)
-        if self.policy == "broadcast" and self.last_fragment in shares:
-            self.scaled_(self._buffers.of(out), self._buffers.of(source), float(is_source))
+        if self.last_fragment in shares:
+            views = (self._buffers.of(bucket).split(self._buffers.plan.layout.sizes) for bucket in (out, source))
+            for name, here, there in zip(self.tensors.averaged, *views, strict=True):
+                if policy_of(self.policy, name) == "broadcast":
+                    self.scaled_(here, there, float(is_source))
 
     @staticmethod
     def scaled_(out: Tensor, source: Tensor, weight: float) -> None:
@@ -385,19 +447,27 @@ class ModuleTensors:
     """The parameters and buffers of a module by name, in groups by how replicas make them equal.
 
     Rounds average the group `trained` and the group `averaged`. Only a consensus makes the group `apart` equal. Shared
-    tensors count once. Raises ValueError for an unknown policy for buffers, for tensors that are not
-    materialised yet (lazy modules), and for tensors that can be neither averaged nor compared.
+    tensors count once. Buffers that are not in the module's ``state_dict`` are in no group: the module makes them by
+    itself, such as masks. Raises ValueError for an unknown policy for buffers, for a pattern that matches no buffer,
+    for tensors that are not materialised yet (lazy modules), and for tensors that can be neither averaged nor compared.
     """
 
-    def __init__(self, module: nn.Module, policy: BufferPolicy) -> None:
-        if policy not in get_args(BufferPolicy):
+    def __init__(self, module: nn.Module, policy: BufferPolicies) -> None:
+        patterns = policy if isinstance(policy, Mapping) else {}
+        if not isinstance(policy, Mapping) and policy not in get_args(BufferPolicy):
             raise ValueError(f"`buffers={policy!r}` must be one of {get_args(BufferPolicy)}.")
+        names = list(persistent_buffers(module))
+        if idle := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
+            raise ValueError(
+                f"`buffers={policy!r}`: {idle} match no buffer of the module's `state_dict`. There are {names}; "
+                "buffers with `persistent=False` are each replica's own in any case."
+            )
         _check_materialised(module)
         _check_kinds(module, policy)
         self._module = module
         self._policy = policy
         self.parameters = dict(module.named_parameters())
-        self._buffers = dict(module.named_buffers())
+        self._buffers = _shared_buffers(module, policy)
         norms = [m for m in module.modules() if isinstance(m, _BatchNorm | _InstanceNorm)]
         self._layers = [norm for norm in norms if norm.track_running_stats]
         self._shapes = {name: p.shape for name, p in self.parameters.items()}
@@ -406,8 +476,7 @@ class ModuleTensors:
 
     @property
     def averaged(self) -> dict[str, Tensor]:
-        floating = {name: b for name, b in self._buffers.items() if b.is_floating_point() or b.is_complex()}
-        return {} if self._policy == "keep" else floating
+        return {name: b for name, b in self._buffers.items() if b.is_floating_point() or b.is_complex()}
 
     def running_means(self) -> list[RunningMean]:
         """Return a description for each buffer in `averaged`: its decay as a running mean, and its number of updates.
@@ -441,17 +510,18 @@ class ModuleTensors:
         Raises AsyncTrainingError if a buffer was added or removed, or changed its shape or type.
         """
         known = self._buffers
-        now = dict(self._module.named_buffers())
+        now = _shared_buffers(self._module, self._policy)
         if known.keys() == now.keys() and same(known.values(), now.values()):
             return False
-        wrong = [name for name in {**known, **now} if not self._fits(known.get(name), now.get(name))]
+        wrong = [n for n in {**known, **now} if n not in known or n not in now or not alike(known[n], now[n])]
         if wrong:
-            keep = "" if self._policy == "keep" else ', or pass `buffers="keep"` if they are floating-point ones'
             raise AsyncTrainingError(
-                f"Buffers {wrong} were added or removed, or changed their shape or type, after training began, so "
-                f"replicas cannot be compared. Register them in `__init__` with the shape that they keep{keep}."
+                f"Buffers {wrong} of the `state_dict` were added or removed, or changed their shape or type, after "
+                "training began, so replicas cannot be compared. Register them with `persistent=False` if the module "
+                "can make them anew (masks, caches), or in `__init__` with the shape that they keep. Or let each "
+                f"replica keep its own: `buffers={dict.fromkeys(wrong, 'keep')}`."
             )
-        odd = [name for name, b in now.items() if b is not known.get(name) and _is_odd(b) and self._policy != "keep"]
+        odd = [name for name, b in now.items() if b is not known.get(name) and _is_odd(b)]
         if odd:
             raise AsyncTrainingError(
                 f"Buffers {odd} were assigned tensors that cannot be written in place (expanded, sparse, conjugated, "
@@ -459,12 +529,6 @@ class ModuleTensors:
             )
         self._buffers = {name: now[name] for name in (*known, *now) if name in now}  # in the order of the bucket
         return True
-
-    def _fits(self, before: Tensor | None, now: Tensor | None) -> bool:
-        if before is not None and now is not None and alike(before, now):
-            return True
-        present = [b for b in (before, now) if b is not None]
-        return self._policy == "keep" and all(b.is_floating_point() for b in present)
 
     def check_unchanged(self, thawed_too: bool = True) -> None:
         """Check that the module still has the parameters that it had when training began.
@@ -517,6 +581,48 @@ class ModuleTensors:
         return [name not in self._infinite for name in self.averaged]
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that the module's ``state_dict`` holds, by name; a shared one once."""
+    held: dict[int, tuple[str, Tensor]] = {}
+    for path, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                held.setdefault(id(buffer), (f"{path}.{name}" if path else name, buffer))
+    return dict(held.values())
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that no ``state_dict`` holds, by name, without those that cannot be written in place."""
+    persistent = {id(buffer) for buffer in persistent_buffers(module).values()}
+    return {n: b for n, b in module.named_buffers() if id(b) not in persistent and not _is_odd(b)}
+
+
+def policy_of(policies: BufferPolicies, name: str) -> BufferPolicy:
+    """Return the policy for the buffer ``name``: that of the first pattern that matches, else "average".
+
+    >>> [policy_of({"queue*": "keep"}, name) for name in ("queue", "norm.running_mean")]
+    ['keep', 'average']
+    """
+    if not isinstance(policies, Mapping):
+        return policies
+    return next((policy for pattern, policy in policies.items() if fnmatch.fnmatchcase(name, pattern)), "average")
+
+
+def kept_buffers(module: nn.Module, policies: BufferPolicies) -> dict[str, Tensor]:
+    """Return the persistent buffers of which each replica keeps its own; integer ones only if a pattern names them."""
+    return {
+        name: buffer
+        for name, buffer in persistent_buffers(module).items()
+        if policy_of(policies, name) == "keep"
+        and (isinstance(policies, Mapping) or buffer.is_floating_point() or buffer.is_complex())
+    }
+
+
+def _shared_buffers(module: nn.Module, policies: BufferPolicies) -> dict[str, Tensor]:
+    kept = kept_buffers(module, policies)
+    return {name: buffer for name, buffer in persistent_buffers(module).items() if name not in kept}
+
+
 def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
     return [id(each) for each in left] == [id(each) for each in right]
 
@@ -540,12 +646,11 @@ def _running_mean(layer: _BatchNorm | _InstanceNorm, buffer: Tensor, positive: b
     return RunningMean(decay, layer.num_batches_tracked, positive=positive)
 
 
-def _check_kinds(module: nn.Module, policy: BufferPolicy) -> None:
-    tensors = [*module.named_parameters(), *module.named_buffers()]
+def _check_kinds(module: nn.Module, policy: BufferPolicies) -> None:
+    tensors = [*module.named_parameters(), *_shared_buffers(module, policy).items()]
     sparse = [n for n, t in tensors if _is_odd(t)]
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-    kept = [name for name, b in module.named_buffers() if b.is_floating_point() and policy == "keep"]
-    odd = [f"{n} ({t.dtype})" for n, t in tensors if t.dtype not in _KINDS and n not in {*sparse, *frozen, *kept}]
+    odd = [f"{n} ({t.dtype})" for n, t in tensors if t.dtype not in _KINDS and n not in {*sparse, *frozen}]
     if sparse or odd:
         raise ValueError(
             f"{[*sparse, *odd]}: a replica holds dense tensors of real, complex, integer or bool numbers; sparse, "
@@ -574,173 +679,13 @@ def _check_materialised(module: nn.Module) -> None:
 
 
 def describe(module: nn.Module) -> list[str]:
-    """Return a line with name, shape and type for each parameter and buffer, frozen ones included.
+    """Return a line with name, shape and type for each parameter and persistent buffer, frozen ones included.
 
     Replicas of one model have equal lines.
     """
     _check_materialised(module)
-    named = [*module.named_parameters(), *module.named_buffers()]
+    named = [*module.named_parameters(), *persistent_buffers(module).items()]
     lines = FlatLayout([t for _, t in named], [n for n, _ in named]).describe()
     return [
         f"{line}, {'trained' if t.requires_grad else 'not trained'}" for line, (_, t) in zip(lines, named, strict=True)
     ]
-
-
-@dataclass(frozen=True)
-class RunningMean:
-    """A description of a tensor that is a running mean: its decay, and how often it was updated.
-
-    The defaults are for a tensor of which nothing is known.
-    """
-
-    decay: float | None = 1.0  # the part of its value that stays at an update; None: the mean of all updates so far
-    updates: Tensor | float = 0.0  # number of updates so far; a tensor where a module or optimizer counts them
-    per_update: int = 1  # by how much ``updates`` grows with each update
-    positive: bool = False  # a mean of values that are never negative, which must not become negative
-
-
-def count(means: Sequence[RunningMean]) -> list[Tensor]:
-    """Return a copy of each running mean's number of updates, on its counter's device, without waiting for a GPU."""
-    counted = []
-    for key, indices in _by_counter(means).items():
-        updates = [means[i].updates for i in indices]
-        if key is None:
-            counted.append(torch.tensor(updates, dtype=torch.float64))
-        else:
-            counted.append(torch.stack([u.detach().reshape(()) for u in updates if isinstance(u, Tensor)]))
-    return counted
-
-
-def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.dtype] | None, list[int]]:
-    """Return the indices of running means in groups whose counters can be stacked.
-
-    The key is the device and the type of the group's counters; it is None for means whose counter is no tensor.
-    """
-    found: dict[tuple[torch.device, torch.dtype] | None, list[int]] = {}
-    for i, mean in enumerate(means):
-        key = (mean.updates.device, mean.updates.dtype) if isinstance(mean.updates, Tensor) else None
-        found.setdefault(key, []).append(i)
-    return found
-
-
-def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the weight that the value at the snapshot still has in each running mean, after the updates since then.
-
-    Returns a row of fp64 for each tensor: this weight, and 1 if updates have reduced it, else 0. The weight is
-    :math:`d^k` after :math:`k` updates with decay :math:`d`. It is :math:`n / (n + k)` for a mean of all
-    :math:`n + k` updates so far. It is 0 if a counter went back, because the mean has started over. ``then`` is the
-    result of `count` at the snapshot.
-    """
-    rows: list[Tensor] = []
-    order: list[int] = []
-    for indices, before, after in zip(_by_counter(means).values(), then, count(means), strict=True):
-        before = before.double()
-        after = after.double()
-        lists = (
-            [1.0 if means[i].decay is None else means[i].decay for i in indices],
-            [means[i].decay is None for i in indices],
-            [means[i].per_update for i in indices],
-        )
-        decay, cumulative, per_update = (_moved(torch.tensor(x, dtype=torch.float64), after.device) for x in lists)
-        updates = torch.ceil((after - before) / per_update)
-        part = torch.where(cumulative > 0, before / after.clamp(min=1.0), decay**updates)
-        part = torch.where(updates == 0, 1.0, torch.where(updates < 0, 0.0, part))
-        gone = (updates != 0) & ((decay != 1.0) | (cumulative > 0) | (updates < 0))
-        rows.append(_moved(torch.stack([part, gone.double()], dim=1), device))
-        order += indices
-    return torch.cat(rows)[_moved(torch.tensor(order).argsort(), device)]
-
-
-def _moved(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a small tensor on a device, without waiting for a GPU."""
-    return values.to(device, non_blocking=device.type == "cuda")
-
-
-def late_mean(
-    now: Tensor, mean: Tensor, snapshot: Tensor, part: Tensor, gone: Tensor, positive: Tensor, reference: Tensor
-) -> Tensor:
-    r"""Return :math:`x + p\,(m - s)`: the present value :math:`x`, moved to the mean :math:`m` of all replicas.
-
-    :math:`s` is this replica's value at the snapshot, and :math:`p` is the weight that it still has in :math:`x`. Where
-    the value has not changed since the snapshot, the result is :math:`m` to the bit. Where :math:`m = s`, it is
-    :math:`x`. A ``positive`` value stays positive. Its result is at least :math:`p\,m`, because the updates since the
-    snapshot were positive. If the updates are unknown, it is at least the smaller of :math:`x` and :math:`m`.
-
-    Args:
-        now: Present values :math:`x`.
-        mean: Mean :math:`m`, minus ``reference``.
-        snapshot: Values :math:`s`, minus ``reference``.
-        part: Weight :math:`p`.
-        gone: Whether updates are known to have reduced the weight. Where this is False, ``part`` is 1.
-        positive: Whether the value is never negative.
-        reference: Values that were subtracted from ``mean`` and ``snapshot``.
-
-    >>> now, mean, snapshot, part = (torch.tensor([each]) for each in (5.0, 4.0, 2.0, 0.5))
-    >>> yes, zero = torch.tensor([True]), torch.tensor([0.0])
-    >>> late_mean(now, mean, snapshot, part, yes, yes, zero)
-    tensor([6.])
-    """
-    whole = mean + reference
-    moved = now + torch.where(mean == snapshot, 0.0, part * (mean - snapshot))  # infinite values (masks) stay
-    moved = torch.where(~gone & (now - reference == snapshot), whole, moved)
-    least = torch.where(gone, part * whole, torch.minimum(now, whole)).clamp(min=0.0)  # differences are rounded
-    return torch.where(positive, torch.maximum(moved, least), moved)
-
-
-@torch.no_grad()
-def merge_late_(
-    tensors: Sequence[Tensor],
-    mean: Tensor,
-    snapshot: Tensor,
-    means: Sequence[RunningMean],
-    then: Sequence[Tensor],
-    reference: Tensor | None = None,
-) -> None:
-    """Move running means to the mean of all replicas' snapshots, and keep their updates since the snapshot.
-
-    See `late_mean`.
-
-    Args:
-        tensors: The running means.
-        mean: Flat bucket with the mean of all replicas' snapshots.
-        snapshot: Flat bucket with this replica's snapshot.
-        means: Description of each running mean.
-        then: Result of `count` at the snapshot.
-        reference: Bucket that was subtracted from ``mean`` and ``snapshot``. Default: None, nothing was subtracted.
-    """
-    left = remaining(means, then, mean.device)
-    device = mean.device
-    start = 0
-    for group in _groups(tensors):
-        sizes = [part.numel() for _, part in group]
-        place = slice(start, start + sum(sizes))
-        start = place.stop
-        wide = torch.float64 if group[0][1].dtype is torch.float64 else torch.float32
-        now = torch.cat([part.detach().reshape(-1).to(device, wide) for _, part in group])
-        times = _moved(torch.tensor(sizes), device)
-        rows = left[group[0][0] : group[-1][0] + 1].repeat_interleave(times, dim=0, output_size=sum(sizes))
-        positive = _moved(torch.tensor([means[i].positive for i, _ in group]), device)
-        origin = torch.zeros((), device=device) if reference is None else reference[place]
-        merged = late_mean(
-            now, mean[place].to(wide), snapshot[place].to(wide), rows[:, 0].to(wide), rows[:, 1] > 0,
-            positive.repeat_interleave(times, output_size=sum(sizes)), origin.to(wide),
-        )  # fmt: skip
-        parts = [part for _, part in group]
-        torch._foreach_copy_(parts, [v.view(p.shape) for v, p in zip(merged.split(sizes), parts, strict=True)])
-
-
-def _groups(tensors: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yield lists of about `PIECE` elements: tensors, or parts of a large one, each with its tensor's index."""
-    group: list[tuple[int, Tensor]] = []
-    size = 0
-    for i, tensor in enumerate(tensors):
-        large = tensor.numel() > PIECE and tensor.is_contiguous()
-        for part in tensor.view(-1).split(PIECE) if large else (tensor,):
-            unlike = group and (group[0][1].dtype is torch.float64) != (part.dtype is torch.float64)
-            if group and (unlike or size + part.numel() > PIECE):
-                yield group
-                group = []
-                size = 0
-            group.append((i, part))
-            size += part.numel()
-    yield group

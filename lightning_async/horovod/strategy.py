@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_async._checks import check_choice
+from lightning_async.engine.replica import persistent_buffers
 from lightning_async.horovod.collectives import HorovodCollectives
 from lightning_async.horovod.reducer import GradientReducer
 from lightning_async.strategies.base import ReplicatedStrategy
@@ -187,7 +188,7 @@ class HorovodStrategy(ReplicatedStrategy):
         """Copy rank 0's buffers, which checkpoints hold, to all ranks: in training, BatchNorm's buffers differ."""
         if self.world is None:
             return
-        buffers = dict(self.module.named_buffers())
+        buffers = persistent_buffers(self.module)
         told = self.world.broadcast({name: buffer.cpu() for name, buffer in buffers.items()})
         if self.global_rank != 0:
             for name, buffer in buffers.items():

@@ -18,7 +18,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.gradients.reduction import SynchronousGradients
-from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
+from lightning_async.engine.replica import BufferPolicies, OptimizerPolicy
 from lightning_async.engine.shared_state import Vote
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.errors import Evicted, PeerLost, StoreLost
@@ -39,6 +39,7 @@ from lightning_async.transports.base import Connection, Transport
 from lightning_async.transports.resolve import TransportName
 from lightning_async.transports.torch import TorchTransport
 
+_SCHEDULES = "lightning_async_schedules"  # key of a checkpoint: what learning-rate schedules count
 _fits = itertools.count(1)  # Numbers of this process's fits, which are equal on all ranks that run the same script.
 
 
@@ -53,8 +54,8 @@ class AsyncStrategy(ReplicatedStrategy):
         buffers: Treatment of floating-point buffers (BatchNorm statistics), see `AsyncAveragingStrategy`.
         optimizer_state: Treatment of the optimizers' state: ``"keep"`` (default), ``"average"`` or ``"reset"``, see
             `AsyncAveragingStrategy`.
-        lr_clock: Steps that a learning-rate scheduler with interval ``"step"`` counts: this rank's own (``"local"``,
-            default), or the mean over all ranks (``"global"``).
+        lr_clock: What a learning-rate scheduler with interval ``"step"`` counts, see `AsyncAveragingStrategy`. Default:
+            ``"samples"``.
         transport: Starts the ranks and moves their bytes, see `ReplicatedStrategy`.
 
     Raises:
@@ -82,9 +83,9 @@ class AsyncStrategy(ReplicatedStrategy):
         self,
         config: AveragerConfig,
         *,
-        buffers: BufferPolicy,
+        buffers: BufferPolicies,
         optimizer_state: OptimizerPolicy = "keep",
-        lr_clock: configuration_checks.LrClock = "local",
+        lr_clock: configuration_checks.LrClock = "samples",
         transport: Transport | TransportName,
     ) -> None:
         super().__init__(transport=transport, timeouts=config.timeouts, gloo_timeout=config.timeouts.dead_after)
@@ -97,7 +98,7 @@ class AsyncStrategy(ReplicatedStrategy):
                 f"`Timeouts(replicas={config.timeouts.replicas!r})`: over {self.transport!r} nobody comes back to be "
                 "waited for. Use `TorchTransport()`, or leave it out."
             )
-        self.buffers: BufferPolicy = buffers
+        self.buffers: BufferPolicies = buffers
         self.optimizer_state_policy: OptimizerPolicy = optimizer_state
         self.lr_clock: configuration_checks.LrClock = lr_clock
         self.summary = RunSummary()
@@ -270,8 +271,17 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        averager = None if self.lr_clock == "local" else self.averager
+        averager = self.averager if self.lr_clock == "global" else None
         return None if averager is None else (averager.first_step, averager.global_step())
+
+    @property
+    def num_sharing(self) -> int:
+        if self.lr_clock == "local":
+            return 0
+        together = self.averager is not None and (self.in_windows or self.averager.ledger.synchronous)
+        told = self.gradients.told if together and self.gradients is not None else None
+        # All ranks that step together must take the same number, and a loss may be known to some of them only.
+        return told.ranks if told is not None and told.ranks else self.world_size
 
     def end_epoch(self) -> None:
         if self.averager is not None:
@@ -313,6 +323,8 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
         self.saved.write(checkpoint, None if self._session is None else self._session.state(), origin)
+        if self.fit_sessions is not None:
+            checkpoint[_SCHEDULES] = self.fit_sessions.patches.rates.state()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self.write_state(checkpoint)
@@ -324,4 +336,5 @@ class AsyncStrategy(ReplicatedStrategy):
         if self.averager is not None:
             self.start_over()
         self.saved.load(checkpoint)
+        self.saved.schedules = dict(checkpoint.get(_SCHEDULES, ()))
         return checkpoint

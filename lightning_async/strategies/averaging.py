@@ -16,7 +16,7 @@ from lightning_async.algorithms.outer_optimizers import DiLoCo
 from lightning_async.algorithms.schedules import Schedule
 from lightning_async.engine.averaging.rule_state import AveragerConfig, Weighting
 from lightning_async.engine.compressed_mean import Compression
-from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
+from lightning_async.engine.replica import BufferPolicies, OptimizerPolicy
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.strategies.async_strategy import AsyncStrategy
 from lightning_async.trainer import configuration_checks
@@ -56,12 +56,19 @@ class AsyncAveragingStrategy(AsyncStrategy):
             a number >= 0.
         buffers: Treatment of floating-point buffers (BatchNorm statistics): ``"average"`` (default), ``"keep"`` each
             replica's, ``"broadcast"`` rank 0's, or ``"recompute"`` BatchNorm's from recent batches at every sync
-            point. Integer buffers take the largest value of all replicas at every sync point.
+            point. Integer buffers take the largest value of all replicas at every sync point. A dict has policies by
+            patterns of names, of which the first that matches counts, such as ``{"queue*": "keep"}``; here ``"keep"``
+            is for integer buffers, too, and buffers that match no pattern are averaged. Buffers with
+            ``persistent=False`` are always each replica's own.
         optimizer_state: Treatment of the optimizers' state: ``"keep"`` each replica's (default), ``"average"`` it, or
             ``"reset"`` it after each round. A replica that was out of data and has missed synchronous steps always
             takes over the others' state at the next sync point.
-        lr_clock: Steps that a learning-rate scheduler with interval ``"step"`` counts: the replica's own (``"local"``,
-            default), or the mean over all replicas (``"global"``). Under `Synchronous` both are the same.
+        lr_clock: What a learning-rate scheduler with interval ``"step"`` counts. ``"samples"`` (default): the replica's
+            own steps, each of them as a part of a step if fewer ranks train than at the start, or as more if there are
+            more. A step of the schedule stands for as many samples as all ranks trained on per step when training
+            began, so that schedules end with the data, whoever is left. ``"global"``: in the same way the mean steps
+            of all replicas. ``"local"``: the replica's own steps as they are. Where ``max_steps`` ends training,
+            schedules count steps as they are, too. Under `Synchronous` ``"global"`` and ``"samples"`` are the same.
         compression: Compression of messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send
             differences, such as `DiLoCo`), ``"topk"`` or `TopK(fraction, bits)` (only the largest elements; for the
             same rules), ``"bf16"`` (half of the bytes), or ``"none"``. ``"auto"`` (default) is ``TopK(0.02, bits=2)``
@@ -107,9 +114,9 @@ class AsyncAveragingStrategy(AsyncStrategy):
         overlap: bool = True,
         *,
         weighting: Weighting | Callable[[Any], float] = "samples",
-        buffers: BufferPolicy = "average",
+        buffers: BufferPolicies = "average",
         optimizer_state: OptimizerPolicy = "keep",
-        lr_clock: configuration_checks.LrClock = "local",
+        lr_clock: configuration_checks.LrClock = "samples",
         compression: Compression | TopK | Literal["auto", "topk"] = "auto",
         fragments: int | Literal["auto"] = "auto",
         min_replicas: int | None = None,
@@ -161,7 +168,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
         if self.world is not None:
             # Replicas step with their own gradients between rounds, unless the schedule is `Synchronous`.
             apart = not isinstance(self.schedule, Synchronous)
-            check_optimizers(self.world, self.module, self.optimizers, usual=apart)
+            settled = {"rule": self.rule, "fragments": self.num_fragments}
+            check_optimizers(self.world, self.module, self.optimizers, usual=apart, settled=settled)
 
     def _fit_rule(self) -> None:
         """Set the rule if it is "auto": the mean if several optimizers step manually, else `AdaptiveDiLoCo`.
@@ -204,7 +212,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         return {
             **super().settings(), "rule": self.rule, "schedule": self.schedule,
             "optimizer_state": self.optimizer_state_policy, "lr_clock": self.lr_clock,
-            "weighting": getattr(self.weighting, "__qualname__", self.weighting),
+            "weighting": self.weighting,
         }  # fmt: skip
 
     def __repr__(self) -> str:

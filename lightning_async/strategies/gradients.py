@@ -13,7 +13,7 @@ from lightning_async.algorithms.staleness import DelayCorrection
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.gradients.compression import GradientCompression
 from lightning_async.engine.gradients.window import WindowTotals
-from lightning_async.engine.replica import BufferPolicy
+from lightning_async.engine.replica import BufferPolicies
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.strategies.async_strategy import AsyncStrategy
 from lightning_async.strategies.window_steps import ManualWindowSteps, WindowSteps, check_apart
@@ -95,7 +95,7 @@ class AsyncGradientStrategy(AsyncStrategy):
         warmup_steps: int = 0,
         correction: DelayCorrection | None = None,
         compression: GradientCompression | CompressionName = "none",
-        buffers: BufferPolicy = "average",
+        buffers: BufferPolicies = "average",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
         timeouts: Timeouts | None = None,
@@ -131,7 +131,7 @@ class AsyncGradientStrategy(AsyncStrategy):
                 f"`{owner}(accumulate='until_reduced', delay=0)`: without a delay nothing is gathered while gradients "
                 "are reduced. Pass `delay=1`, or a number of batches."
             )
-        configuration_checks.check_policies(owner, buffers, "keep", "local", part_mb)
+        configuration_checks.check_policies(owner, buffers, "keep", "samples", part_mb)
         config = AveragerConfig(
             timeouts=Timeouts.or_default(timeouts), part_bytes=max(4, int(part_mb * 2**20)),
             min_replicas=min_replicas, max_replicas=max_replicas,

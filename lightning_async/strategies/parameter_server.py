@@ -14,7 +14,7 @@ from lightning_async.algorithms.compression import Bf16, Fp8, Int8, PushCompress
 from lightning_async.algorithms.staleness import StalenessPolicy
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.rule_state import AveragerConfig
-from lightning_async.engine.replica import BufferPolicy
+from lightning_async.engine.replica import BufferPolicies
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.membership.generation import Generation
 from lightning_async.membership.launcher_channel import REJOIN
@@ -124,7 +124,7 @@ class ParameterServerStrategy(AsyncStrategy):
         pull_every: int = 1,
         compression: PushCompressionName | Bf16 | Fp8 | Int8 | TwoBit | TopK = "none",
         overlap: bool = False,
-        buffers: BufferPolicy = "average",
+        buffers: BufferPolicies = "average",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
         timeouts: Timeouts | None = None,
@@ -143,13 +143,15 @@ class ParameterServerStrategy(AsyncStrategy):
         self.update_on_server = update_on_server
         self.warmup_steps = warmup_steps
         self.quorum = self.service.options.quorum
-        configuration_checks.check_policies(owner, buffers, "keep", "local", 1.0)
+        configuration_checks.check_policies(owner, buffers, "keep", "samples", 1.0)
         config = AveragerConfig(
             timeouts=Timeouts.or_default(timeouts), min_replicas=min_replicas, max_replicas=max_replicas
         )
         roles = ServerRoles(self.service)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
-        super().__init__(config, buffers=buffers, lr_clock=self.service.lr_clock, transport=roles.transport(transport))
+        super().__init__(
+            config, buffers=buffers, lr_clock=self.service.options.lr_clock, transport=roles.transport(transport)
+        )
         self.roles.check_transport(self.transport)
         self.quorum.check_transport(self.transport)
         # Unlike a lambda, this can be pickled with the strategy for ranks that are spawned.
@@ -243,7 +245,8 @@ class ParameterServerStrategy(AsyncStrategy):
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        return None if self.lr_clock == "local" or self._session is None else self.handle.progress.steps
+        by_version = self.lr_clock == "samples" and self.update_on_server and self.mode != "sync"
+        return self.handle.progress.steps if by_version and self._session is not None else None
 
     def start_over(self) -> None:
         super().start_over()

@@ -13,7 +13,6 @@ from lightning_async.checkpoint.storage import files_at
 from lightning_async.comm.p2p_gloo import places_of
 from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.strategies.server_lifecycle import StartQuorum, WaitForWorkers
-from lightning_async.trainer.configuration_checks import LrClock
 
 Placement = Literal["colocated", "dedicated"]
 _SSP_BOUND = 3
@@ -78,9 +77,10 @@ class ServerOptions:
         consistent_pull: Whether a pull gets the same version from all servers of a parameter group, so that no push is
             in the weights of one server and missing in those of another. Pushes of all workers wait during such a pull.
             In mode ``"sync"`` versions are always the same. Default False.
-        lr_clock: Steps that a learning-rate scheduler with interval ``"step"`` counts: the servers' version divided by
-            the number of workers (``"global"``), or the worker's own steps (``"local"``). None (default): ``"local"``
-            in mode ``"sync"`` and with ``update_on_server=False``, otherwise ``"global"``.
+        lr_clock: What a learning-rate scheduler with interval ``"step"`` counts. ``"samples"`` (default): the pushes of
+            all workers, divided by the number of workers when training began; in mode ``"sync"`` and with
+            ``update_on_server=False`` the worker's own steps, see `AsyncAveragingStrategy`. ``"local"``: the worker's
+            own steps, whoever is left.
         update_frequency: Number of local steps between two pushes, if each worker has its own optimizer
             (``update_on_server=False``). Default 1.
 
@@ -98,7 +98,7 @@ class ServerOptions:
     snapshot_every: float | None = None
     bigarray_bound: int = 1_000_000
     consistent_pull: bool = False
-    lr_clock: LrClock | None = None
+    lr_clock: Literal["samples", "local"] = "samples"
     update_frequency: int = 1
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class ServerOptions:
         check_int(self, "bigarray_bound", at_least=1)
         check_int(self, "update_frequency", at_least=1)
         check_bool(owner, "consistent_pull", self.consistent_pull)
-        check_choice(owner, "lr_clock", self.lr_clock, (*get_args(LrClock), None))
+        check_choice(owner, "lr_clock", self.lr_clock, ("samples", "local"))
         if self.snapshot_every is not None:
             check_real(self, "snapshot_every", above=0)
         self._check_address()
@@ -202,11 +202,6 @@ class ServiceSettings:
         self._check_mode()
 
     @property
-    def lr_clock(self) -> LrClock:
-        """The value of `ServerOptions.lr_clock`, or the default that mode and placement of the optimizer give."""
-        return self.options.lr_clock or ("global" if self.update_on_server and self.mode != "sync" else "local")
-
-    @property
     def bound(self) -> int | None:
         """The staleness bound in mode ``"ssp"``: how many pushes of another worker a worker's weights may lack.
 
@@ -245,7 +240,7 @@ class ServiceSettings:
         own = {name: value for name, value in vars(self).items() if name not in ("owner", "options")}
         return {
             **own, **vars(self.options), "max_staleness": self.bound, "wait_for_workers": self.options.quorum,
-            "lr_clock": self.lr_clock, "snapshots": self.options.folder is not None,
+            "snapshots": self.options.folder is not None,
         }  # fmt: skip
 
     def _check_options(self) -> None:
@@ -272,11 +267,6 @@ class ServiceSettings:
             raise ValueError(
                 f"`{owner}(overlap=True, update_on_server=False)`: local steps go on from what a push brings. Leave "
                 "`overlap` out, and take more local steps between pushes (`ServerOptions(update_frequency=...)`)."
-            )
-        if options.lr_clock == "global" and not self.update_on_server:
-            raise ValueError(
-                f"`{owner}(update_on_server=False, options=ServerOptions(lr_clock='global'))`: the optimizer is the "
-                "worker's then, and its rate follows the steps that it takes. Leave one of them out."
             )
 
     def _check_mode(self) -> None:

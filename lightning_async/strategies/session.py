@@ -72,6 +72,7 @@ class FitSessions:
         if world is None:
             self.undo += SamplerResize(self._strategy, self._trainer).install()
             self.undo += ShortEpochs(self._trainer).install()
+            self.undo += self.patches.rates.install()
             return
         self.come()
         AveragedModels(self._trainer, world).make_equal(self._strategy.saved.own)
@@ -89,7 +90,10 @@ class FitSessions:
         strategy = self._strategy
         self._begins_anew = False
         connection = strategy.connection
+        self.patches.rates.stepped.update(strategy.saved.schedules)
+        strategy.saved.schedules = {}
         if connection is None:
+            self.patches.rates.begin(None)
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
             # The state fits the loaded weights only, and training alone changes these without it.
             strategy.saved.leave_behind()

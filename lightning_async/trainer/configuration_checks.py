@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -24,7 +24,7 @@ from lightning_async.algorithms.schedules import Schedule, Warmup
 from lightning_async.data.partition import PartitionedSampler
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.compressed_mean import Compression
-from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, with_statistics
+from lightning_async.engine.replica import BufferPolicies, BufferPolicy, OptimizerPolicy, with_statistics
 from lightning_async.trainer.data.epoch_data import EpochAssignment
 from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import pl, pytorch, searches_lr, validation_interval
@@ -32,7 +32,7 @@ from lightning_async.trainer.namespace import pl, pytorch, searches_lr, validati
 log = logging.getLogger(__name__)
 
 
-LrClock = Literal["local", "global"]
+LrClock = Literal["samples", "global", "local"]
 
 
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
@@ -59,7 +59,11 @@ def check_compression(owner: str, compression: object) -> None:
 
 def check_policies(owner: str, buffers: object, optimizer_state: object, lr_clock: object, part_mb: float) -> None:
     """Raise TypeError or ValueError for an invalid value of an argument that several strategies have in common."""
-    check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
+    if isinstance(buffers, Mapping):
+        for pattern, policy in buffers.items():
+            check_choice(owner, f"buffers[{pattern!r}]", policy, ("average", "keep", "broadcast"))
+    else:
+        check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
     check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
     check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
     if not isinstance(part_mb, int | float) or isinstance(part_mb, bool):
@@ -117,7 +121,7 @@ def check_survival(owner: str, min_replicas: int | None, max_replicas: int | Non
         raise ValueError(f"`{owner}(max_replicas={max_replicas})`: there are {world_size} ranks.")
 
 
-def check_setup(module: Any, layer_sync: Any, buffers: str) -> None:
+def check_setup(module: Any, layer_sync: Any, buffers: BufferPolicies) -> None:
     """Raise ValueError for a module with a layer or a metric that waits for all ranks at every step.
 
     Also raise it if ``buffers`` is "recompute", the module has BatchNorm's statistics, and it has no ``forward``, by
@@ -145,11 +149,15 @@ def check_setup(module: Any, layer_sync: Any, buffers: str) -> None:
 
 
 class FitCheck:
-    """The checks that all ranks make together before the first batch."""
+    """The checks that all ranks make together before the first batch.
 
-    def __init__(self, trainer: Any, world: LightningCollectives) -> None:
+    ``share`` is the number of steps of a learning-rate schedule in an optimizer step. Default: 1.0.
+    """
+
+    def __init__(self, trainer: Any, world: LightningCollectives, share: float = 1.0) -> None:
         self._trainer = trainer
         self._world = world
+        self._share = share
 
     def run(self) -> bool:
         """Run all checks, and return whether all ranks have the same number of epochs.
@@ -205,7 +213,7 @@ class FitCheck:
         told = self._world.gather_objects(
             [mine if limit in (None, -1) else min(mine, limit), min(lengths, default=math.inf)]
         )
-        steps = max(steps for steps, _ in told)
+        steps = max(steps for steps, _ in told) * self._share
         shortest = min(length for _, length in told)
         if shortest < steps < math.inf:
             raise ValueError(

@@ -315,7 +315,7 @@ class LoopPatches:
         self._after_batch = (stopping.after_batch, collective_actions.after_batch, shortage.after_batch)
         self._logging_failover = LoggingFailover(trainer)
         self._parts = (
-            stopping, collective_actions, self._validation, saving, self.rates,
+            stopping, collective_actions, self.rates, self._validation, saving,
             EmptyShards(trainer), SamplerResize(view, trainer), self._lost_rank_data, self.joiner_data,
             ConsistentMetrics(view, trainer), self._logging_failover,
         )  # fmt: skip
@@ -336,7 +336,8 @@ class LoopPatches:
 
         All ranks call this together, when training begins or begins again.
         """
-        self._validation.sync_points_epochs = FitCheck(self._trainer, world).run()
+        self.rates.begin(world)
+        self._validation.sync_points_epochs = FitCheck(self._trainer, world, self.rates.share()).run()
         self._logging_failover.begin(world)
         self.sync_points.begin(world)
 

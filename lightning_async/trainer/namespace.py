@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.engine.replica import describe
+from lightning_async.engine.replica import describe, own_buffers, persistent_buffers
 from lightning_async.errors import LayoutMismatch
 from lightning_async.flat import FlatLayout
 
@@ -366,18 +366,27 @@ def counting(owner: str, function: Callable[[Any], float]) -> Callable[[Any], fl
 def make_equal(world: LightningCollectives, module: Any) -> None:
     """Copy rank 0's model to all replicas. All ranks call this together.
 
+    Buffers that no ``state_dict`` holds are copied if all ranks have them with the same shape and type: the module may
+    have drawn them at random. Later, each replica's module changes them by itself.
+
     Raises:
         LayoutMismatch: The ranks' models have different layouts. The message has the first difference.
     """
     mine = describe(module)
-    for rank, theirs in enumerate(world.gather_objects(mine)):
+    own = own_buffers(module)
+    lines = FlatLayout(list(own.values()), list(own)).describe()
+    told = world.gather_objects([mine, lines])
+    for rank, (theirs, _) in enumerate(told):
         difference = FlatLayout.first_difference(mine, theirs)
         if difference is not None:
             raise LayoutMismatch(
                 f"Rank {world.rank} and rank {rank} hold different models; the first difference is "
                 f"{difference} (rank {world.rank} | rank {rank}). Build the same model on every rank."
             )
-    world.make_equal_([*module.parameters(), *module.buffers()])
+    everywhere = set(lines).intersection(*(others for _, others in told))
+    by_line = dict(zip(lines, own.values(), strict=True))
+    alike = [by_line[line] for line in sorted(everywhere)]
+    world.make_equal_([*module.parameters(), *persistent_buffers(module).values(), *alike])
 
 
 class OwnSteps:

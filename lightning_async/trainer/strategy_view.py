@@ -105,6 +105,11 @@ class StrategyView:
         return timedelta(0)
 
     @property
+    def num_sharing(self) -> int:
+        """The number of ranks that have trained on the samples of the present step; 0: schedules count steps alone."""
+        return 0
+
+    @property
     def shared_steps(self) -> tuple[int, int] | None:
         """The mean number of optimizer steps over replicas when training began, and the present one.
 

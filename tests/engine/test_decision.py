@@ -224,7 +224,9 @@ def test_decide(name: str, components: list[Any]) -> None:
     rows, expected = CASES[name]
     found = described(round_decision(rows, components))
     usual = (
-        {"fresh": False, "alike": False, "fragment": 0} if expected.get("kind") not in (None, "GradientRounds") else {}
+        {"fresh": False, "alike": False, "fragment": 0, "changed": ()}
+        if expected.get("kind") not in (None, "GradientRounds")
+        else {}
     )
     if usual:
         assert found.pop("shares") == ((expected["weights"],) if expected["kind"] == "ConsensusRound" else ())

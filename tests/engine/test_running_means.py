@@ -16,7 +16,8 @@ from hypothesis import given
 from torch import nn
 
 from lightning_async.algorithms.schedules import Action
-from lightning_async.engine.replica import PIECE, Replica, RunningMean, count, late_mean, merge_late_, remaining
+from lightning_async.engine.replica import Replica
+from lightning_async.engine.running_means import PIECE, RunningMean, count, late_mean, merge_late_, remaining
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.timeouts import Timeouts
 from tests.comm.simulated import InProcessWorld

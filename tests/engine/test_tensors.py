@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -143,6 +144,76 @@ def test_a_buffer_that_changes_its_shape_is_refused_by_name() -> None:
     with pytest.raises(AsyncTrainingError, match=r"Buffers \['cache'\]"):
         on_ranks(lambda: Model(cache=torch.zeros(2)), body, schedule=NEVER)
     on_ranks(lambda: Model(cache=torch.zeros(2)), body, schedule=NEVER, buffers="keep")
+
+
+def test_buffers_outside_the_state_dict_may_grow() -> None:
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        for length in range(3, 9):
+            module.register_buffer("mask", torch.full((length + number,), float(number)), persistent=False)
+            rank.train(1)
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        return module.mask.tolist(), rank.averager.replica.numel
+
+    found = on_ranks(lambda: Model(mean=torch.zeros(2)), body, schedule=EveryNSteps(2), config=BLOCKING)
+    assert found == [([0.0] * 8, 10), ([1.0] * 9, 10)]
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_rounds_send_only_buffers_that_have_changed(compression: Any) -> None:
+    """50 buffers need two numbers of flags in a header; one is changed by all ranks, one by rank 1 only."""
+    names = [f"b{i}" for i in range(50)]
+    still = torch.full((10, 10), -math.inf).triu(1)
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        sizes = []
+        for _ in range(2):
+            before = rank.averager.summary.sent_bytes
+            rank.train(1)
+            sizes.append(rank.averager.summary.sent_bytes - before)
+            module.b3 += 1.0 + number
+            if number:
+                module.b49 -= 4.0
+        rank.train(1)
+        return sizes, module.b3.tolist(), module.b49.tolist(), module.mask
+
+    def make() -> Model:
+        return Model(**{name: torch.full((10,), 0.1) for name in names}, mask=still.clone())
+
+    found = on_ranks(
+        make, body, schedule=EveryNSteps(1), rule=DiLoCo(1.0, 0.0), config={**BLOCKING, "compression": compression}
+    )
+    for sizes, everywhere, on_one, mask in found:
+        assert sizes[1] - sizes[0] == 2 * 10 * 4, "nothing before; then two buffers of ten numbers in fp32"
+        assert everywhere == pytest.approx([0.1 + 1.5 + 1.5] * 10)
+        assert on_one == pytest.approx([0.1 - 2.0 - 2.0] * 10)
+        assert torch.equal(mask, still)
+
+
+def test_patterns_of_names_give_buffers_policies_of_their_own() -> None:
+    policies = {"queue*": "keep", "first": "broadcast"}
+
+    def make() -> Model:
+        count = torch.zeros((), dtype=torch.int64)
+        return Model(queue=torch.zeros(2), queue_at=count.clone(), first=torch.zeros(2), seen=torch.zeros(2), n=count)
+
+    def body(rank: Rank, module: Any, number: int) -> Any:
+        for buffer in module.buffers():
+            buffer += 1 + number
+        module.queue = torch.full((3 + number,), 7.0)
+        rank.train(2)
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        return {name: buffer.tolist() for name, buffer in module.named_buffers()}
+
+    shared = {"first": [1.0, 1.0], "seen": [1.5, 1.5], "n": 2}
+    for schedule in (NEVER, EveryNSteps(1)):
+        found = on_ranks(make, body, schedule=schedule, buffers=policies, config=BLOCKING)
+        assert found[0] == {"queue": [7.0] * 3, "queue_at": 1, **shared}
+        assert found[1] == {"queue": [7.0] * 4, "queue_at": 2, **shared}
+
+
+def test_a_pattern_that_matches_no_buffer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\['que\*'\] match no buffer.*There are \['seen'\]"):
+        Replica(Model(seen=torch.zeros(2)), {"s*": "average", "que*": "keep"})
 
 
 @pytest.mark.parametrize("by_data", [False, True], ids=["in place", "new data"])

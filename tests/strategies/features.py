@@ -322,7 +322,7 @@ class Scheduled(Net):
 
 
 def _scheduled(module: Scheduled, numbers: tuple[int, int], val: Any = None, **options: Any) -> Any:
-    trainer = make_trainer(together(schedule=EveryNSteps(2), lr_clock=options.pop("lr_clock", "local")), **options)
+    trainer = make_trainer(together(schedule=EveryNSteps(2), lr_clock=options.pop("lr_clock", "samples")), **options)
     rates: list[float] = []
 
     class Rates(pl.Callback):
@@ -357,7 +357,7 @@ class InStep(Scheduled):
 
 @scenario
 def lr_clocks(folder: Path) -> Any:
-    modules = {"local": Scheduled("step"), "global": InStep(folder)}
+    modules = {"samples": Scheduled("step"), "local": Scheduled("step"), "global": InStep(folder)}
     return {clock: _scheduled(module, (24, 24), lr_clock=clock) for clock, module in modules.items()}
 
 

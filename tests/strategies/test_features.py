@@ -162,10 +162,11 @@ def test_compiled_module(ranks: Outcomes) -> None:
 # ---- learning rates ----
 
 
-def test_lr_clock_local_follows_own_steps(ranks: Outcomes) -> None:
+@pytest.mark.parametrize("clock", ["samples", "local"])
+def test_with_all_ranks_schedules_follow_own_steps(ranks: Outcomes, clock: str) -> None:
     for told in ranks("lr_clocks"):
-        assert told["local"]["last_epoch"] == 24
-        assert told["local"]["rates"] == pytest.approx([0.05 / (2 + i) for i in range(24)])
+        assert told[clock]["last_epoch"] == 24
+        assert told[clock]["rates"] == pytest.approx([0.05 / (2 + i) for i in range(24)])
 
 
 def test_lr_clock_global_follows_the_mean(ranks: Outcomes) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from lightning_async.engine.averaging.optimizer_state import AveragedState, materialise, reset
-from lightning_async.engine.replica import RunningMean, count, merge_late_
+from lightning_async.engine.running_means import RunningMean, count, merge_late_
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "Adadelta": lambda ps: optim.Adadelta(ps, 1.0),

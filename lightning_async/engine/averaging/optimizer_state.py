@@ -27,7 +27,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import real
-from lightning_async.engine.replica import RunningMean, with_statistics
+from lightning_async.engine.replica import with_statistics
+from lightning_async.engine.running_means import RunningMean
 
 log = logging.getLogger(__name__)
 RECENT_BATCHES = 16

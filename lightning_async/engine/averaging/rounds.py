@@ -11,8 +11,10 @@ training thread, ask for a round to be marked, and return this rank's copy of th
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +59,7 @@ class AveragingPart(NamedTuple):
     steps_apart: float = 0.0  # steps in its message since replicas last agreed
     loss: float = math.inf  # mean loss of its steps; infinite where it is unknown or not finite
     scalars: tuple[float, ...] = ()  # the rule's scalars
+    changed: tuple[int, ...] = ()  # flags of the buffers in its message that have changed
 
 
 @dataclass
@@ -75,6 +78,7 @@ class LocalMessage(Message):
     announced: bool = False  # a header has carried it: the bucket holds the rule's message, not the snapshot
     healthy: bool = True  # the snapshot and the optimizers' state are finite; else its weight is zero
     sound: bool = True  # its buffers are finite; ignored if those of no replica are
+    changed: tuple[int, ...] = ()  # flags of its buffers that have changed, see `Replica.changed_buffers`
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class AveragingPlan(ComponentPlan):
     alike: bool = False  # of a consensus: parameters are equal on all ranks, and only other tensors differ
     fragment: int = 0  # number of the fragment of the parameters in the messages
     shares: tuple[tuple[float, ...], ...] = ()  # of a consensus: the `weights` for each fragment
+    changed: tuple[int, ...] = ()  # flags of the buffers that have changed on any rank: the round sends only these
 
 
 @dataclass(kw_only=True)
@@ -135,8 +140,9 @@ class AveragingComponent(EngineComponent):
         self._replica = control.buckets.replica
         self.rule = agreed.rule
         self.blank = AveragingPart(
-            unreported=(0.0,) * self._replica.num_fragments, scalars=(0.0,) * self.rule.num_scalars
-        )
+            unreported=(0.0,) * self._replica.num_fragments, scalars=(0.0,) * self.rule.num_scalars,
+            changed=self._replica.no_buffers,
+        )  # fmt: skip
         self.average = AveragingRound(control, agreed, ledger, config)
         self.consensus = ConsensusRound(control, agreed, ledger, self.average)
         self.start = AnchorRound(control, agreed, ledger, self.average)
@@ -169,6 +175,7 @@ class AveragingComponent(EngineComponent):
                 steps_apart=message.work.steps,
                 loss=_finite(message.loss),
                 scalars=message.scalars or part.scalars,
+                changed=message.changed or part.changed,
             )
         return self._compared(part) if compare else part
 
@@ -176,6 +183,7 @@ class AveragingComponent(EngineComponent):
         sent = self._buckets.sent
         message.announced = True
         message.healthy, message.sound = self._replica.judge_packed(sent, message.fragment)
+        message.changed = self._replica.changed_buffers(sent, message.fragment)
         message.healthy = message.healthy and bool(message.state_is_finite)
         if message.healthy:  # else the rule's state would take up values that are not finite
             message.scalars = self._agreed.message_(sent, message.fragment)
@@ -226,7 +234,10 @@ class AveragingComponent(EngineComponent):
             scalars = tuple(p.scalars for p in parts)
             weights = self.rule.weights(Round(0, self._control.transfer.rank, tuple(work), tuple(steps), scalars))
         kind = self.start if fresh else self.average
-        return AveragingPlan(kind, weights, tuple(able), source, fresh, fragment=_fragment(parts, present))
+        words = zip(*(p.changed for p in parts), strict=True)
+        changed = tuple(functools.reduce(operator.or_, flags) for flags in words)
+        fragment = _fragment(parts, present)
+        return AveragingPlan(kind, weights, tuple(able), source, fresh, fragment=fragment, changed=changed)
 
     def settle(self, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> tuple[bool, AveragingPlan | None]:
         """Return whether the sync point may open, and the plan of a consensus that must come first.
@@ -415,7 +426,6 @@ class AveragingRound(_Round):
         plan = exchange.plan
         fragment = plan.fragment
         compressed = self._compressed[fragment] if self._compressed else None
-        moved = replica.of_round(target, fragment)
         mine, part = (replica.of_rule(bucket, fragment) for bucket in (sent, target))
         if exchange.message is not None:
             is_source = exchange.round.rank == plan.source
@@ -423,11 +433,11 @@ class AveragingRound(_Round):
         else:
             if replica.num_fragments > 1:
                 target.copy_(self._buckets.received)  # keeps the last targets of the other fragments
-            moved.zero_()
-        if compressed is None:
-            self._transfer.sum_(moved)
-        else:
-            self._transfer.sum_(moved[part.numel() :])
+            replica.of_round(target, fragment).zero_()
+        exchange.message_bytes -= replica.sum_round_(
+            target, sent, fragment, plan.changed, self._transfer.sum_, of_rule=compressed is None
+        )
+        if compressed is not None:
             exchange.carried_residual = compressed.move_(part, mine if share > 0.0 else None, plan.weights)
             exchange.message_bytes += compressed.message_bytes - part.nbytes
         if share > 0.0:

@@ -18,6 +18,7 @@ from lightning_async.checkpoint.shards import load, load_own
 from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
 from lightning_async.comm.serialization import flatten
 from lightning_async.data.random_states import Generators
+from lightning_async.engine.replica import kept_buffers
 from lightning_async.trainer.environment.environments import StableIds
 from lightning_async.trainer.loops.averaged_models import averaged_models_of
 from lightning_async.trainer.loops.loop_state import has_none, without_own
@@ -105,7 +106,7 @@ class TrainerState:
         """Return the state that differs between this replica and the others, after a step; tensors by reference.
 
         This always includes the states of random generators. For asynchronous replicas it also includes the gradient
-        scale in fp16, the optimizer state with ``optimizer_state="keep"``, and the buffers with ``buffers="keep"``:
+        scale in fp16, the optimizer state with ``optimizer_state="keep"``, and the buffers that it keeps:
         with these policies replicas differ in them. It never includes weights, the averaging rule's state, optimizer
         options, schedulers, callbacks and loops. With parameter servers that run the optimizer, it includes only the
         states of random generators.
@@ -122,8 +123,8 @@ class TrainerState:
         module = trainer.lightning_module
         if strategy.optimizer_state_policy == "keep":
             own["optimizers"] = [_by_name(optimizer, _names(module)) for optimizer in strategy.optimizers]
-        if strategy.buffers == "keep":
-            own["buffers"] = _buffers(module)
+        if kept := kept_buffers(module, strategy.buffers):
+            own["buffers"] = {name: buffer.detach() for name, buffer in kept.items()}
         if scaler := trainer.precision_plugin.state_dict():
             own["scaler"] = scaler
         return own
@@ -143,8 +144,7 @@ class TrainerState:
         if "optimizers" in own and strategy.optimizer_state_policy == "keep":
             count = _put_optimizers(strategy.optimizers, own["optimizers"], _names(module))
             done.append(f"optimizer state of {count} parameters")
-        if "buffers" in own and strategy.buffers == "keep":
-            mine = _buffers(module)
+        if "buffers" in own and (mine := kept_buffers(module, strategy.buffers)):
             count = 0
             with torch.no_grad():
                 for name, value in own["buffers"].items():
@@ -308,11 +308,6 @@ def _travels(value: object) -> bool:
 
 def _names(module: Any) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
-def _buffers(module: Any) -> dict[str, Tensor]:
-    """Return the buffers that are floating-point or complex, by name."""
-    return {n: b.detach() for n, b in module.named_buffers() if b.is_floating_point() or b.is_complex()}
 
 
 def _numbered(optimizer: Optimizer, state: dict[str, Any], names: dict[int, str]) -> dict[Any, str]:

@@ -559,7 +559,7 @@ class _Place(NamedTuple):
         lengths: Lengths of the datasets of the joining rank's loaders; empty on live ranks.
         streams: Whether the rank's loaders read streams; see `EpochAssignment`.
         places: Positions of all ranks in the epoch, by stable id, as far as the rank knows them.
-        stepped: Number of steps that each scheduler has taken, by its index, if it follows all ranks' steps.
+        stepped: How far the rank's schedules are, see `LearningRates.stepped`.
     """
 
     name: str
@@ -570,7 +570,7 @@ class _Place(NamedTuple):
     lengths: list[int]
     streams: bool
     places: dict[str, float]
-    stepped: dict[int, int]
+    stepped: dict[Any, Any]
 
 
 class JoinerData:
@@ -634,6 +634,8 @@ class JoinerData:
         epoch.has_none |= told is not None
         all_ = [_Place(*each) for each in places]
         there = [each for each in all_ if not each.comes]
+        if there and told is not None:
+            self._rates.stepped.update(there[0].stepped)
         lengths = [each.lengths for each in all_ if each.comes]
         if there and told is not None and all(each.streams for each in all_):
             epoch.phase = told[0]
@@ -642,7 +644,6 @@ class JoinerData:
             epoch.begins = True
             epoch.came = True
             epoch.has_none = False
-            self._rates.stepped.update(there[0].stepped)
         epochs = {each.epoch for each in there}
         if len(epochs) != 1 or not lengths or not all(each.is_within for each in all_):
             return
@@ -666,7 +667,6 @@ class JoinerData:
         if told is not None:
             epoch.first = epoch.shares[name]
             epoch.came = True
-            self._rates.stepped.update(there[0].stepped)
         else:
             epoch.go_on_with(epoch.shares[name])
 

@@ -107,4 +107,6 @@ def _tensors(module: Any) -> dict[str, Tensor]:
 @torch.no_grad()
 def _copy(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     for name, tensor in theirs.items():
-        own[name].copy_(tensor)
+        # A module makes buffers that no `state_dict` holds by itself, and may not have made this one yet.
+        if name in own and own[name].shape == tensor.shape:
+            own[name].copy_(tensor)

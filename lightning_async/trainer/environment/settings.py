@@ -11,7 +11,10 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import types
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,7 +146,11 @@ _NEWER = {"foreach", "maximize", "capturable", "differentiable", "fused", "decou
 
 
 def check_optimizers(
-    world: LightningCollectives, module: Any, optimizers: Sequence[Optimizer], usual: bool = False
+    world: LightningCollectives,
+    module: Any,
+    optimizers: Sequence[Optimizer],
+    usual: bool = False,
+    settled: Mapping[str, object] | None = None,
 ) -> None:
     """Raise SettingsMismatch if optimizers or schedulers differ between replicas, whose models would diverge silently.
 
@@ -155,6 +162,7 @@ def check_optimizers(
         optimizers: Optimizers of this rank.
         usual: Whether optimizers and schedulers need not be the same. Then only warn of a difference, unless it is in
             the number of optimizers.
+        settled: Settings that follow from the module and its optimizers, and must be equal on all ranks. Default: none.
     """
     kinds = []
     for each in optimizers:
@@ -170,14 +178,14 @@ def check_optimizers(
         f"{type(each.scheduler).__name__} by {each.frequency} {each.interval}"
         for each in module.trainer.lr_scheduler_configs
     ]
-    number = {"number of optimizers": len(optimizers)}
+    number = {"number of optimizers": len(optimizers), **(settled or {})}
     values = {
         "automatic_optimization": module.automatic_optimization,
         "optimizers": "; ".join(kinds),
         "schedulers": schedulers,
     }
     told = world.gather_objects({name: _text(value) for name, value in {**values, **number}.items()})
-    # `rule="auto"` follows from it: replicas with different rules would be no replicas.
+    # `rule="auto"` follows from the number: replicas with different rules would be no replicas.
     _refuse(world, [{name: each.pop(name) for name in number} for each in told])
     _warn(world, told) if usual else _refuse(world, told)
 
@@ -214,8 +222,41 @@ def _refuse(world: LightningCollectives, told: list[Settings]) -> None:
 
 
 def _text(value: object) -> str:
-    """Return the value as text, without memory addresses, which differ between ranks."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", value if isinstance(value, str) else repr(value))
+    """Return the value as text, without memory addresses, which differ between ranks.
+
+    If the value is a function, or contains one, the text has a checksum of the function's code.
+    """
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", value if isinstance(value, str) else repr(value))
+    codes = "".join(_codes(value, set()))
+    return f"{text} (code {zlib.crc32(codes.encode()):08x})" if codes else text
+
+
+def _codes(value: Any, seen: set[int]) -> Iterator[str]:
+    """Yield a text of the code of each function in a value, with the plain values that the function has taken along."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inner: Iterable[Any] = ()
+    if isinstance(value, types.CodeType):
+        constants = [sorted(map(repr, c)) if isinstance(c, frozenset) else c for c in value.co_consts]
+        inner = [constant for constant in constants if isinstance(constant, types.CodeType)]
+        yield repr((value.co_code, value.co_names, [constant for constant in constants if constant not in inner]))
+    elif isinstance(value, types.FunctionType):
+        taken = [*(value.__defaults__ or ()), *(cell.cell_contents for cell in value.__closure__ or ())]
+        inner = [value.__code__, *(each for each in taken if isinstance(each, types.FunctionType | partial))]
+        yield repr([each for each in taken if isinstance(each, str | bytes | int | float | None)])
+    elif isinstance(value, types.MethodType):
+        inner = (value.__func__,)
+    elif isinstance(value, partial):
+        inner = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    elif not isinstance(value, str | bytes | int | float | None | type | torch.Tensor | torch.nn.Module):
+        inner = (type(value).__call__ if callable(value) else None, *getattr(value, "__dict__", {}).values())
+    for each in inner:
+        yield from _codes(each, seen)
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.replica import persistent_buffers
 from lightning_async.trainer.namespace import callbacks_of
 
 
@@ -57,7 +58,7 @@ class AveragedModels:
         if not self._averages or any(self._world.gather_objects(restored)):
             return
         for average in self._averages:
-            self._world.make_equal_([*average.parameters(), *average.buffers()])
+            self._world.make_equal_([*average.parameters(), *persistent_buffers(average).values()])
 
     def updates(self) -> list[int]:
         """Return each average's number of updates on this rank since the last sync point.
@@ -93,7 +94,8 @@ class AveragedModels:
 
     def _share(self, index: int, average: Any) -> None:
         updates = float(average.n_averaged) - self._agreed[index]
-        tensors = [*average.module.parameters(), *(average.module.buffers() if average.use_buffers else ())]
+        buffers = persistent_buffers(average.module).values() if average.use_buffers else ()
+        tensors = [*average.module.parameters(), *buffers]
         if self._mean_(tensors, updates):
             self._largest_([average.n_averaged, *tensors])
         self._agreed[index] = int(average.n_averaged)

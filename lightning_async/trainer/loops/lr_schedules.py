@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -10,34 +12,119 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import digest, strided
-from lightning_async.trainer.namespace import Undo, override
+from lightning_async.trainer.namespace import Undo, callbacks_of, override, override_for_users
 from lightning_async.trainer.strategy_view import StrategyView
+
+_ROUNDED = 1e-6  # a sum of shares of steps that lacks no more than this is a whole number
 
 
 class LearningRates:
-    """Patches of learning-rate schedulers, by which a scheduler follows the mean number of steps over all replicas.
+    """Patches by which schedulers with interval "step" count the samples of all ranks.
 
-    Without the patches, a scheduler follows this rank's own steps.
+    A schedule's step is as many samples as all ranks trained on per optimizer step when training began. With other
+    numbers of live ranks, an optimizer step is a part of it, or more. So a schedule ends with the data, whoever is
+    left. A schedule counts optimizer steps where these, or a number of batches, end training or an epoch. If the
+    strategy has `shared_steps`, the optimizer steps are the mean over all replicas, else this rank's own.
     """
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
         self._view = view
         self._trainer = trainer
-        self.stepped: dict[int, int] = {}
-        """The number of steps that each scheduler has taken."""
+        self._original: Callable[..., None] = lambda *_: None
+        self.stepped: dict[int | str, Any] = {}
+        """How far schedules are. By number, the steps that a scheduler has taken, if it follows `shared_steps`; by
+        number as text, its place and the steps that it has taken in this epoch. ``"ranks"`` and ``"steps"`` are the
+        numbers of ranks, and of steps in an epoch (0: unknown), when training began. ``"place"`` is the last mean of
+        steps and the place of schedules. ``"other"`` says that other ranks than at the start trained in this epoch."""
 
     def install(self) -> list[Undo]:
-        return [override(self._trainer.fit_loop.epoch_loop, "_update_learning_rates", self._update)]
+        self._original = self._trainer.lightning_module.lr_scheduler_step
+        return [
+            override(self._trainer.fit_loop.epoch_loop, "_update_learning_rates", self._update),
+            override_for_users(self._trainer.lightning_module, "lr_scheduler_step", self._step),
+            override(self._trainer.fit_loop, "on_advance_end", self._end_epoch),
+        ]
+
+    def begin(self, world: LightningCollectives | None) -> None:
+        """Record of what schedules count, unless a checkpoint has it already. All ranks call this together.
+
+        Args:
+            world: Collectives over all ranks; None if this rank trains alone.
+        """
+        trainer = self._trainer
+        batches = trainer.fit_loop.max_batches
+        varies = callbacks_of(trainer, "GradientAccumulationScheduler") or any(
+            hasattr(callback, "accumulation_steps") for callback in trainer.callbacks
+        )
+        windows = self._view.updates is not None
+        is_known = not math.isinf(batches) and not varies and (self._view.in_step or not windows)
+        steps = math.ceil(batches / trainer.accumulate_grad_batches) if is_known else 0
+        everyones = [steps] if world is None else world.gather_objects(steps)
+        self.stepped.setdefault("ranks", len(everyones))
+        self.stepped.setdefault("steps", max(everyones) if windows else steps)
 
     def start_over(self) -> None:
         """Reset the counts of steps, because training begins again within this fit."""
         self.stepped.clear()
+
+    def state(self) -> list[list[Any]]:
+        """Return, for a checkpoint, what schedules count, and their places in the epoch."""
+        return [[key, value] for key, value in self.stepped.items() if isinstance(key, str) and key != "place"]
+
+    def share(self) -> float:
+        """Return how many steps of a schedule an optimizer step is: 1.0 with the ranks with which training began."""
+        trainer = self._trainer
+        ranks = self._view.num_sharing
+        began = self.stepped.get("ranks", ranks)
+        epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
+        all_steps = epochs * self.stepped.get("steps", 0)
+        ends_by_steps = trainer.max_steps != -1 and (all_steps <= 0 or trainer.max_steps <= all_steps)
+        limit = trainer.limit_train_batches
+        by_batches = isinstance(limit, int) and limit == trainer.fit_loop.max_batches
+        return 1.0 if not ranks or ends_by_steps or by_batches else ranks / began
 
     def _update(self, original: Any, interval: str, update_plateau_schedulers: bool) -> None:
         if self._view.shared_steps is None or interval != "step" or update_plateau_schedulers:
             original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
         else:
             self.follow()
+
+    def _step(self, original: Any, scheduler: Any, metric: Any) -> None:
+        """Advance a scheduler by the share of an optimizer step, in place of a whole step."""
+        for i, config in enumerate(self._trainer.lr_scheduler_configs):
+            counts = config.interval == "step" and not config.reduce_on_plateau and self._view.shared_steps is None
+            if config.scheduler is scheduler and counts:
+                share = self.share()
+                self.stepped["other"] = self.stepped.get("other", False) or share != 1.0
+                return self._advance(i, config, share)
+        original(scheduler, metric)
+        return None
+
+    def _advance(self, i: int, config: Any, share: float) -> None:
+        place, taken = self.stepped.get(str(i), (0.0, 0))
+        place += share
+        # What a lost rank had not shared is trained on twice, and must not carry a schedule beyond the epoch.
+        if self.stepped.get("other") and (planned := self._planned(config)):
+            place = min(place, float(planned))
+        due = int(place + _ROUNDED)
+        for _ in range(taken, due):
+            self._original(config.scheduler, None)
+        self.stepped[str(i)] = [place, max(taken, due)]
+
+    def _planned(self, config: Any) -> int:
+        """Return a scheduler's number of steps in an epoch when training began; 0 if it is unknown."""
+        return self.stepped.get("steps", 0) // (config.frequency or 1)
+
+    def _end_epoch(self, original: Any) -> None:
+        """Bring schedules to the end of the epoch, if other ranks than at the start trained in it."""
+        for i, config in enumerate(self._trainer.lr_scheduler_configs):
+            if str(i) in self.stepped:
+                if self.stepped.get("other") and self._planned(config):
+                    self._advance(i, config, math.inf)
+                place, taken = self.stepped[str(i)]
+                self.stepped[str(i)] = [place - taken, 0]
+        self.stepped.pop("other", None)
+        original()
 
     def follow(self) -> None:
         """Bring the schedulers with interval "step" up to date with the replicas' mean number of steps.
@@ -48,15 +135,18 @@ class LearningRates:
         if steps is None:
             return
         first, now = steps
+        seen, place = self.stepped.get("place", (first, float(first)))
+        # The mean may fall when ranks change. Steps are not taken back then.
+        place += max(0, now - seen) * self.share()
+        self.stepped["place"] = [max(seen, now), place]
         for i, config in enumerate(self._trainer.lr_scheduler_configs):
             if config.interval != "step" or config.reduce_on_plateau:
                 continue
             every = config.frequency or 1
             taken = self.stepped.get(i, first // every)
-            due = now // every
+            due = int(place + _ROUNDED) // every
             for _ in range(taken, due):
                 self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
-            # The mean may fall when ranks change. Steps are not taken back then.
             self.stepped[i] = max(taken, due)
 
 

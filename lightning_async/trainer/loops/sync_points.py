@@ -20,6 +20,7 @@ import torch
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import digest
+from lightning_async.engine.replica import persistent_buffers
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.errors import PeerLost
@@ -446,7 +447,7 @@ class CollectiveActions:
         if any(replaced) and self._view.sync_points is sync_points:
             module = self._trainer.lightning_module
             # Ranks may have gone back to different models, such as each to its own last good one.
-            world.make_equal_([*module.parameters(), *module.buffers()])
+            world.make_equal_([*module.parameters(), *persistent_buffers(module).values()])
             self._view.start_over()
         elif not any(replaced):
             for callback in self._callbacks():
