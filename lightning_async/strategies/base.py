@@ -32,6 +32,7 @@ from lightning_async.strategies.rank_mapping import (
     numbered_last,
     run_name,
 )
+from lightning_async.trainer.configuration_checks import check_parameters
 from lightning_async.trainer.environment.environments import JoiningEnvironment
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.namespace import (
@@ -390,6 +391,8 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self.make_equal()
         if fitting:
             self.setup_optimizers(trainer)
+            if self.world_size > 1:
+                check_parameters(type(self).__name__, self.module, self.optimizers)
             self._own_steps_undo += self.own_steps.install(trainer)
         self.setup_precision_plugin()
         if fitting:

@@ -445,6 +445,11 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._stepped += 1
         self._brings |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
+    def count_unseen_step(self) -> bool:
+        self._stepped += 1
+        self._brings = True
+        return not (self._strategy.update_on_server or self._strategy.module.automatic_optimization)
+
     def _tables_of(self, optimizer: Optimizer) -> list[int]:
         number = self._strategy.optimizers.index(optimizer)
         return [table for table, group in enumerate(self._strategy.handle.groups) if group.optimizer == number]
