@@ -32,7 +32,7 @@ from lightning_async.strategies.rank_mapping import (
     numbered_last,
     run_name,
 )
-from lightning_async.trainer.configuration_checks import check_parameters
+from lightning_async.trainer.configuration_checks import check_shareable
 from lightning_async.trainer.environment.environments import JoiningEnvironment
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.namespace import (
@@ -391,8 +391,8 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self.make_equal()
         if fitting:
             self.setup_optimizers(trainer)
-            if self.world_size > 1:
-                check_parameters(type(self).__name__, self.module, self.optimizers)
+            if self.world_size > 1 or self.shrinks:  # else no other rank can miss anything
+                check_shareable(type(self).__name__, self.module, self.optimizers, self.averages_gradients)
             self._own_steps_undo += self.own_steps.install(trainer)
         self.setup_precision_plugin()
         if fitting:

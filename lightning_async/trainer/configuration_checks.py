@@ -106,17 +106,32 @@ def check_callbacks(callbacks: list[Any]) -> None:
             )
 
 
-def check_parameters(owner: str, module: Any, optimizers: Iterable[Any]) -> None:
-    """Raise ValueError if an optimizer trains parameters that the module does not have, so that no rank shares them."""
+def check_shareable(owner: str, module: Any, optimizers: Iterable[Any], averages_gradients: bool) -> None:
+    """Raise ValueError for an optimizer whose parameters, or whose state that is a part of the model, no rank shares.
+
+    Args:
+        owner: Name of the strategy, for the message.
+        module: The user's module.
+        optimizers: Its optimizers.
+        averages_gradients: Whether every step has the mean gradient of all ranks, so that optimizers' states are equal.
+    """
     shared = set(module.parameters())
     for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if strange := [tuple(p.shape) for p in params if p not in shared]:
             raise ValueError(
-                f"Optimizer {number} ({type(optimizer).__name__}) has parameters of shapes {strange} that no submodule "
-                f"of `{type(module).__name__}` has, so `{owner}` would not share them, and ranks would part. Make them "
-                "a part of the module: `self.losses = torch.nn.ModuleList(...)` in place of a list, or "
+                f"Optimizer {number} ({kind}) has parameters of shapes {strange} that no submodule of "
+                f"`{type(module).__name__}` has, so `{owner}` would not share them, and ranks would part. Make them a "
+                "part of the module: `self.losses = torch.nn.ModuleList(...)` in place of a list, or "
                 "`self.scale = torch.nn.Parameter(...)`."
+            )
+        if not averages_gradients and callable(getattr(optimizer, "eval", None)):
+            raise ValueError(
+                f"`{kind}.eval()` makes the model of the optimizer's own state, as schedule-free optimizers do, and "
+                f"`{owner}` shares parameters only, so that each rank would validate and save another model. Pass "
+                "`AsyncAveragingStrategy(schedule=Synchronous())` or `AsyncGradientStrategy(delay=0)`: the state is "
+                "equal on all ranks there."
             )
 
 
