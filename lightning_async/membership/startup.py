@@ -558,9 +558,10 @@ class ProcessHeartbeat:
             elif not missing and (failed or {*names} <= come.keys()):
                 board.settle(key, {"members": sorted(in_order(come), key=lambda name: come[name])})
                 continue
-            patience.wait(lambda: f"waiting for rank(s) {', '.join(missing)} to make this call of the Trainer, too")
+            names = ", ".join(missing)
+            patience.wait(lambda names=names: f"waiting for rank(s) {names} to make this call of the Trainer, too")
         if self.name not in members:
-            raise Evicted(f"rank {self.name}: rank(s) {listed(members)} have begun this call of the Trainer without it.")
+            raise Evicted(f"rank {self.name}: rank(s) {listed(members)} have begun this call of the Trainer without.")
         self._membership.accept_new_processes()
         self._called = tuple(members)
         return members

@@ -40,6 +40,7 @@ from lightning_async.strategies.rank_mapping import (
     numbered_last,
     run_name,
 )
+from lightning_async.trainer.configuration_checks import check_shareable
 from lightning_async.trainer.data.samplers import split_evaluations
 from lightning_async.trainer.environment.environments import JoiningEnvironment
 from lightning_async.trainer.environment.settings import check_saved
@@ -455,6 +456,8 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self._replica_undo += sync_metrics_through(lambda: self.world, self.module)
         if fitting:
             self.setup_optimizers(trainer)
+            if self.world_size > 1 or self.shrinks:  # else no other rank can miss anything
+                check_shareable(type(self).__name__, self.module, self.optimizers, self.averages_gradients)
             self._replica_undo += self.own_steps.install(trainer)
         self.setup_precision_plugin()
         if fitting:

@@ -243,6 +243,10 @@ class LocalSteps(StepRunner):
         if self._strategy.optimizer_state_policy != "average":
             reset(self._strategy.optimizers)
 
+    def count_unseen_step(self) -> bool:
+        self._seen += 1
+        return not self._strategy.module.automatic_optimization
+
     def _count(self, *_: Any) -> None:
         """Count a step that an optimizer has taken; called by a hook of the optimizer.
 

@@ -448,6 +448,13 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._stepped += 1
         self._brings |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
+    def count_unseen_step(self) -> bool:
+        if self._strategy.update_on_server or self._strategy.module.automatic_optimization:
+            return False
+        self._stepped += 1
+        self._brings = True
+        return True
+
     def _tables_of(self, optimizer: Optimizer) -> list[int]:
         number = self._strategy.optimizers.index(optimizer)
         return [table for table, group in enumerate(self._strategy.handle.groups) if group.optimizer == number]

@@ -8,6 +8,7 @@ delay of steps. If steps have no delay, `LastBackward` sends a window already du
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -313,9 +314,24 @@ class WindowSteps(StepRunner, SyncPointParticipant):
 
     def _step(self) -> None:
         """Correct the mean gradient that has arrived for its delay, and let the optimizer step with it."""
-        self._window_schedule.updates.take(
-            lambda: self._gradients.take_(self._window_schedule.scale, self._correcting.change_)
+
+        def put() -> None:
+            if self._gradients.arrived is None:
+                raise RuntimeError(self._evaluates_again(type(self._strategy.module).__name__))
+            self._gradients.take_(self._window_schedule.scale, self._correcting.change_)
+
+        self._window_schedule.updates.take(put)
+
+    def _evaluates_again(self, owner: str) -> str:
+        """Return the text of the error for a step of ``owner`` that calls its closure twice, as SAM's does."""
+        return (
+            f"Rank {self._strategy.global_rank}: a step of `{owner}` calls its closure twice, to evaluate the loss "
+            f"again, as SAM does. `{type(self._strategy).__name__}` steps with gradients of earlier batches, which the "
+            "second call would only repeat. Use `AsyncAveragingStrategy()`, whose replicas step with their own batch."
         )
+
+    def count_unseen_step(self) -> bool:
+        return False
 
     def before_sync_point(self) -> None:
         """Send the unfinished window, if its step must be taken before the sync point.
@@ -355,8 +371,8 @@ class ManualWindowSteps(WindowSteps):
     """Whether a call of ``optimizer.step`` takes a step now; otherwise it asks for one."""
     _uncounted = 0.0
     """The number of samples since the last batch in which an optimizer has asked for a step."""
-    _asked = False
-    """Whether an optimizer has asked for a step in the current batch."""
+    _asked: frozenset[int] = frozenset()
+    """Indices of the optimizers that have asked for a step in the current batch."""
 
     def _prepare(self) -> None:
         self._gradients.rounds.apart = True
@@ -377,7 +393,7 @@ class ManualWindowSteps(WindowSteps):
     def start_batch(self, batch: Any) -> None:
         super().start_batch(batch)
         self._sample_counts.start_batch()
-        self._asked = False
+        self._asked = frozenset()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -396,11 +412,18 @@ class ManualWindowSteps(WindowSteps):
         output = closure()
         self._batches.see()
         number = self._strategy.optimizers.index(optimizer)
+        if number in self._asked:
+            raise RuntimeError(
+                f"Rank {self._strategy.global_rank}: `{type(optimizer).__name__}.step` (optimizer {number}) was called "
+                f"twice in one batch, as PPO does. `{type(self._strategy).__name__}` takes one step, after the batch, "
+                "so that all gradients of the batch would be of the same parameters. Use "
+                "`AsyncAveragingStrategy()`, whose replicas take each step at once."
+            )
         if not self._window.batches:
             self._size = self._window_schedule.size
         samples = self._sample_counts.take(number) or self._batch_samples
         self._window.add_(samples, self._window_schedule.scale, self._averager.step, self._sample_counts.params[number])
-        self._asked = True
+        self._asked |= {number}
         return output
 
     def after_batch(self) -> None:
@@ -448,7 +471,11 @@ class ManualWindowSteps(WindowSteps):
                 yield partial(self._step_with, optimizer, mine, scale)
 
     def _step_with(self, optimizer: Optimizer, params: set[Any], scale: float) -> None:
+        calls = itertools.count(1)
+
         def closure() -> None:
+            if next(calls) > 1:
+                raise RuntimeError(self._evaluates_again(type(optimizer).__name__))
             if (now := self._window_schedule.scale) != scale:  # the scaler has changed its factor in an earlier step
                 for p in params:
                     p.grad.mul_(now / scale)

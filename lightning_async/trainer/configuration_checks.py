@@ -110,6 +110,35 @@ def check_callbacks(callbacks: list[Any]) -> None:
             )
 
 
+def check_shareable(owner: str, module: Any, optimizers: Iterable[Any], averages_gradients: bool) -> None:
+    """Raise ValueError for an optimizer whose parameters, or whose state that is a part of the model, no rank shares.
+
+    Args:
+        owner: Name of the strategy, for the message.
+        module: The user's module.
+        optimizers: Its optimizers.
+        averages_gradients: Whether every step has the mean gradient of all ranks, so that optimizers' states are equal.
+    """
+    shared = set(module.parameters())
+    for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if strange := [tuple(p.shape) for p in params if p not in shared]:
+            raise ValueError(
+                f"Optimizer {number} ({kind}) has parameters of shapes {strange} that no submodule of "
+                f"`{type(module).__name__}` has, so `{owner}` would not share them, and ranks would part. Make them a "
+                "part of the module: `self.losses = torch.nn.ModuleList(...)` in place of a list, or "
+                "`self.scale = torch.nn.Parameter(...)`."
+            )
+        if not averages_gradients and callable(getattr(optimizer, "eval", None)):
+            raise ValueError(
+                f"`{kind}.eval()` makes the model of the optimizer's own state, as schedule-free optimizers do, and "
+                f"`{owner}` shares parameters only, so that each rank would validate and save another model. Pass "
+                "`AsyncAveragingStrategy(schedule=Synchronous())` or `AsyncGradientStrategy(delay=0)`: the state is "
+                "equal on all ranks there."
+            )
+
+
 def check_survival(owner: str, min_replicas: int | None, max_replicas: int | None, world_size: int) -> None:
     """Raise ValueError if there are fewer ranks than ``min_replicas``, or more than ``max_replicas``.
 
@@ -199,7 +228,8 @@ class FitCheck:
         All ranks take as many steps as the rank with the most data, which only a comparison of all ranks shows.
         """
         trainer = self._trainer
-        if updates_of(trainer) is None or not trainer.strategy.in_step or searches_lr(trainer):
+        updates = updates_of(trainer)
+        if updates is None or not trainer.strategy.in_step or searches_lr(trainer):
             return
         batches = trainer.num_training_batches
         every = trainer.accumulate_grad_batches
@@ -207,7 +237,9 @@ class FitCheck:
         mine = math.inf if math.isinf(batches) else math.ceil(batches / every) * self._epochs()
         by_step = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
         lengths = [
-            each.scheduler.total_steps * each.frequency for each in by_step if isinstance(each.scheduler, OneCycleLR)
+            each.scheduler.total_steps * updates.rates.steps_between(each)
+            for each in by_step
+            if isinstance(each.scheduler, OneCycleLR)
         ]
         # All ranks take as many steps as the one with the most data, so each needs the others' numbers.
         told = self._world.gather_objects(

@@ -405,13 +405,19 @@ class OwnSteps:
     def __init__(self) -> None:
         self._under_way: set[int] = set()
         """The `id` of each optimizer with which Lightning is taking a step."""
+        self._unstepped: list[Optimizer] = []
+        """The optimizers with which Lightning has not taken any step yet."""
         self.skipped = False
         """Whether `training_step` has returned None for the batch under way."""
 
     def install(self, trainer: Any) -> list[Undo]:
         self._strategy = trainer.strategy
-        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        epoch = trainer.fit_loop.epoch_loop
+        loop = epoch.automatic_optimization
         undo = [override(loop, "_training_step", functools.partial(self._let_skip, loop.output_result_cls))]
+        undo.append(override(loop, "_optimizer_step", self._find_unseen_step))
+        undo.append(override(epoch.manual_optimization, "advance", self._find_unseen_step))
+        self._unstepped = list(self._strategy.optimizers)
         for optimizer in self._strategy.optimizers:
             undo.append(optimizer.register_step_pre_hook(self._check).remove)
             undo.append(set_for_now(optimizer, "step", self.led(optimizer, optimizer.step)))
@@ -432,9 +438,39 @@ class OwnSteps:
                 raise
             return result(None)
 
+    def _find_unseen_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Run the module's code, and find optimizers that step by another method than `step`, such as SAM's.
+
+        Such an optimizer has never taken a step of Lightning's, and most of its parameters were written to. Code that
+        leaves a step out, as in accumulation, writes to none, and code that normalises a weight writes to few.
+
+        Raises:
+            RuntimeError: the other ranks cannot take part in such a step.
+        """
+        before = [_versions(optimizer) for optimizer in self._unstepped]
+        tried = list(zip(self._unstepped, before, strict=True))
+        original(*args, **kwargs)
+        for optimizer, versions in tried:
+            changed = [now != then for now, then in zip(_versions(optimizer), versions, strict=False)]
+            if not any(optimizer is each for each in self._unstepped) or 2 * sum(changed) <= len(changed):
+                continue
+            if not self._strategy.step_runner.count_unseen_step():
+                raise RuntimeError(
+                    f"Rank {self._strategy.global_rank}: the parameters of `{type(optimizer).__name__}` have changed "
+                    f"without its `step` (by another method, such as SAM's `second_step`, or an optimizer inside of "
+                    f"it). `{type(self._strategy).__name__}` shares what `step` does. Call `step` of what "
+                    "`self.optimizers()` returns, or use `AsyncAveragingStrategy()` with manual optimization, whose "
+                    "rounds share every change."
+                )
+            manual = self._strategy.module.trainer.fit_loop.epoch_loop.manual_optimization
+            manual.optim_step_progress.increment_ready()
+            manual.optim_step_progress.increment_completed()
+
     @contextmanager
     def taking(self, optimizer: Optimizer) -> Iterator[None]:
         """Record, within the block, that Lightning takes a step of this optimizer."""
+        if self._unstepped:
+            self._unstepped = [each for each in self._unstepped if each is not optimizer]
         new = {id(optimizer)} - self._under_way
         self._under_way |= new
         try:
@@ -470,6 +506,11 @@ class OwnSteps:
             "before training, or compiled. Replicas would part without notice. Call `step()` of what "
             "`self.optimizers()` returns, or `optimizer.step()` itself."
         )
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    """Return, for each of the optimizer's trained parameters, how often it was written to."""
+    return [p._version for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 _MARK = "_compiler_ctx"

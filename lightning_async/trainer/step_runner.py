@@ -74,6 +74,13 @@ class StepRunner:
         """
         return run(closure)
 
+    def count_unseen_step(self) -> bool:
+        """Count a step that an optimizer has taken by another method than `step`, such as the ``second_step`` of SAM.
+
+        Returns False if this rank's peers cannot take part in such a step.
+        """
+        return True
+
     def after_batch(self) -> None:
         """Do what is due after a batch's forward and backward passes, such as a step with gradients that arrived."""
 

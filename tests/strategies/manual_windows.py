@@ -16,7 +16,7 @@ from lightning_async.errors import PeerLost
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import Interrupted, interrupt
 from tests.strategies import problem
-from tests.strategies.workers import PATIENT, fit, loader, make_trainer, rank, scenario, shard
+from tests.strategies.workers import PATIENT, fit, loader, scenario, shard
 
 
 def strategy(*args: Any, **options: Any) -> AsyncGradientStrategy:
@@ -158,7 +158,7 @@ def shared() -> None:
 
 @scenario
 def one_optimizer_twice() -> Any:
-    """Two steps that one optimizer asks for within a batch are one, with the mean of both losses' gradients."""
+    """As PPO steps."""
 
     class Twice(Two):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -168,7 +168,4 @@ def one_optimizer_twice() -> Any:
                 self.manual_backward(F.mse_loss(self.first(batch[0]), target))
                 first.step()
 
-    trainer = make_trainer(strategy(1, delay=0))
-    module = Twice()
-    trainer.fit(module, loader(problem.batches(rank(), 4)))
-    return {"first": problem.flat(module.first), "global_step": trainer.global_step}
+    train(strategy(1, delay=0), Twice())

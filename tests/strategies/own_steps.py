@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from lightning_async import AsyncGradientStrategy, ParameterServerStrategy, ServerOptions, Synchronous
+from lightning_async import (
+    AsyncGradientStrategy,
+    EveryNSteps,
+    Mean,
+    ParameterServerStrategy,
+    ServerOptions,
+    Synchronous,
+)
 from lightning_async.trainer.namespace import pytorch
 from tests.strategies import problem
 from tests.strategies.problem import adam, momentum
@@ -286,5 +293,300 @@ def bound_on_servers() -> Any:
     return refused(servers())
 
 
+class Sharp(torch.optim.Optimizer):
+    """SAM as people write it: two methods of its own, and an optimizer inside; `step` with a closure does both."""
+
+    def __init__(self, params: Any, rho: float = 0.5) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.05)
+        self.moves: list[torch.Tensor] = []
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        gradients = [p.grad for p in self.params if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        self.moves = [gradient * (self.param_groups[0]["rho"] / norm) for gradient in gradients]
+        torch._foreach_add_(self.params, self.moves)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        torch._foreach_sub_(self.params, self.moves)
+        self.base.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = closure()
+        self.first_step()
+        closure()
+        self.second_step()
+        return loss
+
+
+class Unseen(Net):
+    """Steps in manual optimization by the two methods of `Sharp`."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=Sharp)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(problem.loss_of(self, batch))
+        optimizer.first_step()
+        self.manual_backward(problem.loss_of(self, batch))
+        optimizer.second_step()
+
+
+def each_step() -> Any:
+    return together(Mean(), EveryNSteps(1), overlap=False)
+
+
+def workers() -> Any:
+    return servers(update_on_server=False)
+
+
+@scenario
+def unseen_between_rounds() -> Any:
+    return train(each_step(), Unseen(), max_epochs=2, max_steps=BATCHES + BATCHES // 2)
+
+
+@scenario
+def unseen_on_workers() -> Any:
+    return train(workers(), Unseen(), max_epochs=2, max_steps=BATCHES + BATCHES // 2)
+
+
+@scenario
+def unseen_in_step() -> Any:
+    return train(in_step(), Unseen(), max_epochs=2, max_steps=BATCHES + BATCHES // 2)
+
+
+@scenario
+def unseen_refused_in_windows() -> Any:
+    return train(AsyncGradientStrategy(1, **ALIKE), Unseen())
+
+
+@scenario
+def unseen_refused_on_servers() -> Any:
+    """Written by hand, because servers refuse another optimizer's class before."""
+
+    class ByHand(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(problem.loss_of(self, batch))
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.sub_(0.05 * p.grad)  # pyright: ignore[reportOptionalOperand]
+
+    return train(servers(), ByHand())
+
+
+@scenario
+def unseen_refused_when_automatic() -> Any:
+    class Automatic(Net):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            closure()
+            optimizer.first_step()
+            closure()
+            optimizer.second_step()
+
+    return train(each_step(), Automatic(optimizer=Sharp))
+
+
+@scenario
+def late_second_optimizer() -> Any:
+    """One optimizer takes no step for long, while a weight of it is normalised, and parameters are predicted."""
+
+    class Later(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization, self.critic = False, problem.network(4)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(net.parameters(), 0.05, momentum=0.9) for net in (self.net, self.critic)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            with torch.no_grad():
+                self.critic[0].weight.clamp_(-1.0, 1.0)  # pyright: ignore
+            number = int(batch_idx >= BATCHES // 2)
+            optimizer: Any = self.optimizers()[number]  # pyright: ignore
+            optimizer.zero_grad()
+            self.manual_backward(problem.loss_of((self.net, self.critic)[number], batch))
+            optimizer.step()
+
+    made = {"windows": AsyncGradientStrategy(1, **ALIKE), "rounds": each_step(), "step": in_step()}
+    return {name: train(strategy, Later())["global_step"] for name, strategy in made.items()}
+
+
+class ClosureTwice(Net):
+    """SAM by a closure that is called twice, in automatic optimization."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=Sharp)
+
+
+@scenario
+def twice_between_rounds() -> Any:
+    return train(each_step(), ClosureTwice())
+
+
+@scenario
+def twice_refused_in_windows() -> Any:
+    return train(AsyncGradientStrategy(1, **ALIKE), ClosureTwice())
+
+
+@scenario
+def twice_refused_by_hand() -> Any:
+    class ByHand(ClosureTwice):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+
+            def closure() -> None:
+                optimizer.zero_grad()
+                self.manual_backward(problem.loss_of(self, batch))
+
+            optimizer.step(closure)
+
+    return train(windows(), ByHand())
+
+
+class Stray(Net):
+    """Trains a layer that is in a list, and so in no module."""
+
+    def configure_optimizers(self) -> Any:
+        self.losses = [torch.nn.Linear(2, 3)]
+        return torch.optim.SGD([*self.parameters(), *self.losses[0].parameters()], lr=0.05)
+
+
+@scenario
+def stray_between_rounds() -> Any:
+    return train(together(), Stray())
+
+
+@scenario
+def stray_in_windows() -> Any:
+    return train(windows(), Stray())
+
+
+@scenario
+def stray_on_servers() -> Any:
+    return train(servers(), Stray())
+
+
+@scenario
+def wide_in_step() -> Any:
+    return train(in_step(), Net(), precision="64-true")
+
+
+@scenario
+def wide_in_windows() -> Any:
+    """One layer of 64 bits among others."""
+
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * self.wide.float().sum()
+
+    return train(AsyncGradientStrategy(1, **ALIKE), Mixed())
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD: the parameters are the points of gradients in train mode, and the model in eval mode."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5, "beta": 0.9, "steps": 0})
+        self.trains = True
+
+    @property
+    def group(self) -> Any:
+        return self.param_groups[0]
+
+    @torch.no_grad()
+    def _switch(self, trains: bool, weight: float) -> None:
+        if self.trains != trains:
+            self.trains = trains
+            for p, state in self.state.items():
+                p.lerp_(state["z"], weight)
+
+    def train(self) -> None:
+        self._switch(True, 1 - self.group["beta"])
+
+    def eval(self) -> None:
+        self._switch(False, 1 - 1 / self.group["beta"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        assert self.trains
+        self.group["steps"] += 1
+        lr, beta, weight = self.group["lr"], self.group["beta"], 1 / self.group["steps"]
+        for p in self.group["params"]:
+            z = self.state[p].setdefault("z", p.clone())
+            p.lerp_(z, weight).add_(p.grad, alpha=lr * (beta * (1 - weight) - 1))
+            z.sub_(p.grad, alpha=lr)
+        return loss
+
+
+class Free(Net):
+    """Is validated in its optimizer's eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=ScheduleFree)
+
+    def optimizer(self) -> Any:
+        return self.trainer.strategy.optimizers[0]
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizer().eval()
+
+    def on_validation_epoch_end(self) -> None:
+        self.optimizer().train()
+
+    def on_train_end(self) -> None:
+        self.optimizer().eval()
+
+
+def free(strategy: Any) -> Any:
+    return train(strategy, Free(), val=loader(shard((2, 2))), max_epochs=2, num_sanity_val_steps=0)
+
+
+@scenario
+def free_in_step() -> Any:
+    return free(in_step())
+
+
+@scenario
+def free_in_windows() -> Any:
+    return free(AsyncGradientStrategy(1, delay=0, **ALIKE))
+
+
+@scenario
+def free_between_rounds() -> Any:
+    return free(each_step())
+
+
+@scenario
+def free_on_workers() -> Any:
+    return free(workers())
+
+
+SHARP = tuple(
+    name for name in SCENARIOS[__name__] if name.startswith(("unseen", "late", "twice", "stray", "wide", "free"))
+)
 RAW = tuple(name for name in SCENARIOS[__name__] if name.startswith(("raw", "bound")))
-OTHERS = tuple(name for name in SCENARIOS[__name__] if name not in RAW)
+OTHERS = tuple(name for name in SCENARIOS[__name__] if name not in (*RAW, *SHARP))

@@ -183,11 +183,13 @@ def test_batches_that_a_module_takes_by_itself_count_their_samples(ranks: Outcom
 
 
 def test_schedulers_are_those_of_all_steps_and_epochs_on_ranks_of_unequal_data(ranks: Outcomes) -> None:
-    """The step that is taken at the end of an epoch has the epoch's rate, and others' steps have it, too."""
+    """The step that is taken at the end of an epoch has the epoch's rate, and others' steps have it, too. A frequency
+    counts the batches of an epoch, two for each step, and starts anew, as Lightning's does."""
     a, b = ranks("scheduled")
     assert a == b
     by_epoch = [0.05] * 6 + [0.025] * 6
-    for told, rates in zip(a, (by_epoch, by_epoch, by_epoch, [0.05 / 2 ** (i // 2) for i in range(12)]), strict=True):
+    by_batches = [0.05] * 4 + [0.025] * 6 + [0.0125] * 2
+    for told, rates in zip(a, (by_epoch, by_epoch, by_epoch, by_batches), strict=True):
         assert told["rates"] == rates
         assert told["shown"] == told["steps"] == 12
     assert a[1]["digest"] == a[2]["digest"] != a[0]["digest"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.strategies import problem
-from tests.strategies.own_steps import BATCHES, OTHERS, RAW
+from tests.strategies.own_steps import BATCHES, OTHERS, RAW, SHARP, ScheduleFree, Sharp
 from tests.strategies.problem import Batch, batches, distance, flat, joined, momentum, train_alone
 from tests.strategies.workers import Outcomes
 
@@ -30,6 +30,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(MODULE, tmp_path_factory.mktemp("raw"), only=RAW)
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(MODULE, tmp_path_factory.mktemp("sharp"), only=SHARP)
 
 
 def together(parts: Sequence[Batch]) -> Batch:
@@ -160,3 +165,85 @@ def test_a_step_that_cannot_be_led_is_refused_by_name(raw: Outcomes, name: str) 
     for error in raw.errors(name):
         assert error.startswith(("RuntimeError: `SGD.step` (optimizer 0) was called in a way that", "PeerLost: "))
     assert any("`self.optimizers()`" in error for error in raw.errors(name))
+
+
+def sharp_replicas(shards: Sequence[Sequence[Batch]], steps: int) -> list[float]:
+    """The mean of replicas that each take a step of SAM with their own batch, again and again."""
+    parameters = torch.tensor(flat(problem.network()))
+    for i in range(steps):
+        stepped = []
+        for shard in shards:
+            net = problem.network()
+            torch.nn.utils.vector_to_parameters(parameters.clone(), net.parameters())
+            optimizer = Sharp(net.parameters())
+
+            def closure(net: Any = net, optimizer: Any = optimizer, batch: Batch = shard[i % BATCHES]) -> None:
+                optimizer.zero_grad()
+                problem.loss_of(net, batch).backward()
+
+            optimizer.step(closure)
+            stepped.append(torch.tensor(flat(net), dtype=torch.float32))
+        parameters = torch.stack(stepped).mean(0)
+    return parameters.tolist()
+
+
+@pytest.mark.parametrize("name", ["unseen_between_rounds", "unseen_on_workers", "unseen_in_step"])
+def test_steps_by_another_method_count_and_are_shared(sharp: Outcomes, name: str) -> None:
+    steps = BATCHES + BATCHES // 2
+    shards = [joined(FIRST, SECOND)] if name == "unseen_in_step" else [FIRST, SECOND]
+    expected, told = sharp_replicas(shards, steps), sharp(name)
+    for each in told:
+        assert distance(each["flat"], expected) < 1e-6
+        assert each["global_step"] == steps
+        assert each["samples"] == SAMPLES * steps
+    assert told[0]["digest"] == told[1]["digest"]
+
+
+def test_a_closure_called_twice_is_sam_between_rounds(sharp: Outcomes) -> None:
+    expected = sharp_replicas([FIRST, SECOND], BATCHES)
+    for told in sharp("twice_between_rounds"):
+        assert distance(told["flat"], expected) < 1e-6
+        assert told["global_step"] == BATCHES
+
+
+@pytest.mark.parametrize("name", ["free_in_step", "free_in_windows"])
+def test_schedule_free_steps_are_those_of_one_process(sharp: Outcomes, name: str) -> None:
+    """The model of eval mode, on all ranks, after validations in that mode."""
+    made: list[ScheduleFree] = []
+
+    def make(params: Any) -> ScheduleFree:
+        made.append(ScheduleFree(params))
+        return made[0]
+
+    module = train_alone(joined(FIRST, SECOND), epochs=2, optimizer=make)
+    made[0].eval()
+    for told in sharp(name):
+        assert distance(told["flat"], flat(module)) < 1e-5
+
+
+def test_an_optimizer_that_waits_is_no_unseen_step(sharp: Outcomes) -> None:
+    for told in sharp("late_second_optimizer"):
+        assert set(told.values()) == {BATCHES}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("unseen_refused_in_windows", "the parameters of `Sharp` have changed without its `step`"),
+        ("unseen_refused_on_servers", "the parameters of `SGD` have changed without its `step`"),
+        ("unseen_refused_when_automatic", "the parameters of `Sharp` have changed without its `step`"),
+        ("twice_refused_in_windows", "a step of `ClosureTwice` calls its closure twice"),
+        ("twice_refused_by_hand", "a step of `Sharp` calls its closure twice"),
+        ("free_between_rounds", "`ScheduleFree.eval()` makes the model of the optimizer's own state"),
+        ("free_on_workers", "`ScheduleFree.eval()` makes the model of the optimizer's own state"),
+        ("stray_between_rounds", "Optimizer 0 (SGD) has parameters of shapes [(3, 2), (3,)] that no submodule of"),
+        ("stray_in_windows", "Optimizer 0 (SGD) has parameters of shapes [(3, 2), (3,)] that no submodule of"),
+        ("stray_on_servers", "Optimizer 0 (SGD) has parameters of shapes [(3, 2), (3,)] that no submodule of"),
+        ("wide_in_step", "(4 parameters) have 64 bits, and gradients travel in fp32"),
+        ("wide_in_windows", "['wide'] (1 parameters) have 64 bits, and gradients travel in fp32"),
+    ],
+)
+def test_what_ranks_would_not_share_is_refused(sharp: Outcomes, name: str, words: str) -> None:
+    errors = sharp.errors(name)
+    assert any(words in error for error in errors), errors
+    assert all(words in error or error.startswith("PeerLost") for error in errors), errors

@@ -152,6 +152,7 @@ class SynchronousGradients(EngineComponent):
         `reduce_`. This waits until the buckets are free.
         """
         if not self._overlap.under_way and self._can_overlap:
+            self._check_precision()
             self._buckets.take_when(self._buckets.can_pack, self._control.see)
             message = GradientMessage(GRADIENTS, self._step, samples, self._expected, self._step, keeps=True)
             self._begin(message, 1.0 / scale)
@@ -224,6 +225,7 @@ class SynchronousGradients(EngineComponent):
         """
         out = self._overlap.finish() if self._overlap.under_way else None
         if out is None:
+            self._check_precision()
             self._buckets.take_when(self._buckets.can_pack, self._control.see)
             trained = list(self.replica.tensors.trained.values())
             message = GradientMessage(GRADIENTS, self._step, samples, overlap.used_by(trained), self._step)
@@ -247,7 +249,20 @@ class SynchronousGradients(EngineComponent):
         self._post(pack, GradientMessage(GRADIENTS, self._step, samples, used, since, behind))
         return True
 
+    def _check_precision(self) -> None:
+        """Raise ValueError for trained parameters of 64 bits: the fp32 bucket would round their gradients."""
+        layout = self.replica.layout
+        if torch.float64 in layout.dtypes:
+            wide = [name for name, dtype in zip(layout.names, layout.dtypes, strict=True) if dtype is torch.float64]
+            raise ValueError(
+                f"{wide[:3]} ({len(wide)} parameters) have 64 bits, and gradients travel in fp32, which would round "
+                "them in every step. Train in 32 bits, or use averaging rounds, such as `AsyncAveragingStrategy()`: "
+                "replicas then step in 64 bits, and sync points take the mean in 64 bits. With "
+                "`Warmup(warmup_sync_every=)` a warm-up takes rounds, too."
+            )
+
     def _take_free(self) -> bool:
+        self._check_precision()
         with self._box.changed:
             self._control.see()
             if not self._buckets.can_pack():

@@ -53,20 +53,31 @@ class SharedLearningRates:
             original(interval, False)
 
     def _step(self, watching: bool) -> None:
-        """Step the schedulers with interval "step" whose frequency divides the number of steps.
+        """Step the schedulers with interval "step" whose frequency divides the epoch's number of batches so far.
 
-        If ``watching``, step those of them that watch a metric; otherwise step the others.
+        That number follows from the epoch's steps, so it is equal on all ranks. Where ranks do not wait for one another
+        at an epoch's end, all steps of training count. If ``watching``, step those of the schedulers that watch a
+        metric; otherwise step the others.
         """
         strategy = self._trainer.strategy
         step = self._loop.global_step
+        if self.epochs_meet():
+            step = self._loop.automatic_optimization.optim_progress.optimizer.step.current.completed
         configs = strategy.lr_scheduler_configs
-        due = [each for each in configs if each.interval == "step" and step % each.frequency == 0]
+        due = [each for each in configs if each.interval == "step" and step % self.steps_between(each) == 0]
         # Lightning compares frequencies with the number of the batch, so only due schedulers are shown to it.
         strategy.lr_scheduler_configs = [dataclasses.replace(each, frequency=1) for each in due]
         try:
             self._original("step", watching)
         finally:
             strategy.lr_scheduler_configs = configs
+
+    def steps_between(self, config: Any) -> int:
+        """Return the number of optimizer steps from one step of this scheduler to the next.
+
+        Lightning's ``frequency`` is a number of batches, and takes effect only with an optimizer step.
+        """
+        return config.frequency // math.gcd(config.frequency, self._trainer.accumulate_grad_batches)
 
     def end_epoch(self, world: LightningCollectives) -> Callable[[], None]:
         """Step the schedulers with interval "epoch", if the epoch has ended on any rank. All ranks call this together.
