@@ -558,8 +558,8 @@ class ProcessHeartbeat:
             elif not missing and (failed or {*names} <= come.keys()):
                 board.settle(key, {"members": sorted(in_order(come), key=lambda name: come[name])})
                 continue
-            names = ", ".join(missing)
-            patience.wait(lambda names=names: f"waiting for rank(s) {names} to make this call of the Trainer, too")
+            late = ", ".join(missing)
+            patience.wait(lambda late=late: f"waiting for rank(s) {late} to make this call of the Trainer, too")
         if self.name not in members:
             raise Evicted(f"rank {self.name}: rank(s) {listed(members)} have begun this call of the Trainer without.")
         self._membership.accept_new_processes()
