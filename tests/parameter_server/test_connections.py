@@ -74,7 +74,7 @@ def test_silent_strangers_keep_no_worker_out(port: Port) -> None:
         assert len(held[-1].recv(16)) == 16  # the newest ones are still listened to
 
 
-def test_a_worker_that_is_being_answered_makes_no_room_for_strangers(port: Port) -> None:
+def test_a_worker_that_is_answered_makes_no_room(port: Port) -> None:
     """Its group is formed over the connection."""
     sizes: Any = [64, 64]
     called = p2p_gloo._called("127.0.0.1", port.number, SEAL, 10, name="it", sizes=sizes)  # pyright: ignore
@@ -99,7 +99,7 @@ def test_the_log_counts_strangers(port: Port, capfd: pytest.CaptureFixture[str])
     assert line.endswith(f"And {number - 1} more connections were not answered.")
 
 
-def test_a_connection_that_ends_unheard_is_made_again_and_blames_no_secret() -> None:
+def test_ask_dials_again_and_blames_no_secret() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ended = []
 

@@ -107,7 +107,7 @@ def drop(net: Any) -> None:
 
 
 @pytest.mark.parametrize("gloo", [False, True], ids=["shm", "gloo"])
-def test_a_gradient_that_is_dropped_after_it_was_sent_moves_nothing(gloo: bool) -> None:
+def test_a_gradient_dropped_after_it_was_sent_moves_nothing(gloo: bool) -> None:
     with trained(gloo, decay=0.5) as here:
         here.step(ALL)
         before = here.step({0: 0.5, 1: 0.5})
