@@ -27,7 +27,10 @@ def strategy(min_replicas: int, world_size: int) -> tuple[Any, list[str]]:
     own.parallel_devices, reported = [None] * world_size, []
     own._environment = SimpleNamespace(node_rank=lambda: 0, world_size=lambda: world_size)
     membership: Any = SimpleNamespace(
-        report_death=lambda name, text: reported.append(name), check=lambda: None, dead_after=timedelta(seconds=1)
+        report_death=lambda name, text: reported.append(name),
+        check=lambda: None,
+        dead_after=timedelta(seconds=1),
+        behind=lambda call: (),
     )
     root: Any = SimpleNamespace(fork=lambda name: SimpleNamespace(rank=0, world_size=world_size))
     own.use(Connection(root, root, membership), 1)

@@ -335,7 +335,8 @@ def split_evaluations(strategy: Any, trainer: Any) -> list[Undo]:
         is_plain = isinstance(dataloader.sampler, RandomSampler | SequentialSampler) or is_of_torch(
             dataloader.sampler, RandomSampler, SequentialSampler
         )
-        kind, source = (EachOnce, dataloader.dataset) if is_plain else (EachOnceOf, dataloader.sampler)
+        kind: Any = EachOnce if is_plain else EachOnceOf
+        source = dataloader.dataset if is_plain else dataloader.sampler
         return kind(source, **options, **strategy.distributed_sampler_kwargs)
 
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
