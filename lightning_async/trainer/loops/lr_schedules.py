@@ -76,8 +76,7 @@ class LearningRates:
         trainer = self._trainer
         ranks = self._view.num_sharing
         began = self.stepped.get("ranks", ranks)
-        epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
-        all_steps = epochs * self.stepped.get("steps", 0)
+        all_steps = self._epochs * self.stepped.get("steps", 0)
         ends_by_steps = trainer.max_steps != -1 and (all_steps <= 0 or trainer.max_steps <= all_steps)
         limit = trainer.limit_train_batches
         by_batches = isinstance(limit, int) and limit == trainer.fit_loop.max_batches
@@ -115,6 +114,11 @@ class LearningRates:
         """Return a scheduler's number of steps in an epoch when training began; 0 if it is unknown."""
         return self.stepped.get("steps", 0) // (config.frequency or 1)
 
+    @property
+    def _epochs(self) -> int:
+        """The number of epochs of training; 0 if it has no limit."""
+        return max(0, self._trainer.max_epochs or 0)
+
     def _end_epoch(self, original: Any) -> None:
         """Bring schedules to the end of the epoch, if other ranks than at the start trained in it."""
         for i, config in enumerate(self._trainer.lr_scheduler_configs):
@@ -137,7 +141,8 @@ class LearningRates:
         first, now = steps
         seen, place = self.stepped.get("place", (first, float(first)))
         # The mean may fall when ranks change. Steps are not taken back then.
-        place += max(0, now - seen) * self.share()
+        share = self.share()
+        place += max(0, now - seen) * share
         self.stepped["place"] = [max(seen, now), place]
         for i, config in enumerate(self._trainer.lr_scheduler_configs):
             if config.interval != "step" or config.reduce_on_plateau:
@@ -145,6 +150,8 @@ class LearningRates:
             every = config.frequency or 1
             taken = self.stepped.get(i, first // every)
             due = int(place + _ROUNDED) // every
+            if share != 1.0 and (planned := self._planned(config) * self._epochs):
+                due = min(due, planned)
             for _ in range(taken, due):
                 self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
             self.stepped[i] = max(taken, due)
