@@ -317,8 +317,8 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
         self.saved.write(checkpoint, None if self._session is None else self._session.state(), origin)
-        if self.fit_sessions is not None:
-            checkpoint[_SCHEDULES] = self.fit_sessions.patches.rates.state()
+        rates = None if self.fit_sessions is None else self.fit_sessions.patches.rates
+        checkpoint[_SCHEDULES] = self.saved.schedules if rates is None else rates.state()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self.write_state(checkpoint)
@@ -330,5 +330,5 @@ class AsyncStrategy(ReplicatedStrategy):
         if self.averager is not None:
             self.start_over()
         self.saved.load(checkpoint)
-        self.saved.schedules = dict(checkpoint.get(_SCHEDULES, ()))
+        self.saved.schedules = checkpoint.get(_SCHEDULES, [])
         return checkpoint
