@@ -22,8 +22,9 @@ def make(ranks: int = 2, world: int = 1, batches: float = 10, frequency: int = 1
     module = SimpleNamespace(lr_scheduler_step=lambda scheduler, metric: scheduler.step())
     options = {"max_epochs": 4, "max_steps": -1, "limit_train_batches": 1.0, "accumulate_grad_batches": 1, **trainer}
     made: Any = SimpleNamespace(
-        fit_loop=fit_loop, lightning_module=module, lr_scheduler_configs=[config], callbacks=[], **options
-    )
+        fit_loop=fit_loop, lightning_module=module, lr_scheduler_configs=[config], callbacks=[], **options,
+        _checkpoint_connector=SimpleNamespace(dump_checkpoint=dict),
+    )  # fmt: skip
     view: Any = SimpleNamespace(num_sharing=ranks, shared_steps=None, updates=None, in_step=False)
     rates = LearningRates(view, made)
     rates.install()

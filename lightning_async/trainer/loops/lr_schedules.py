@@ -15,6 +15,7 @@ from lightning_async.engine.fingerprint import digest, strided
 from lightning_async.trainer.namespace import Undo, callbacks_of, override, override_for_users
 from lightning_async.trainer.strategy_view import StrategyView
 
+SCHEDULES = "lightning_async_schedules"  # key of a checkpoint: what learning-rate schedules count
 _ROUNDED = 1e-6  # a sum of shares of steps that lacks no more than this is a whole number
 
 
@@ -43,6 +44,7 @@ class LearningRates:
             override(self._trainer.fit_loop.epoch_loop, "_update_learning_rates", self._update),
             override_for_users(self._trainer.lightning_module, "lr_scheduler_step", self._step),
             override(self._trainer.fit_loop, "on_advance_end", self._end_epoch),
+            override(self._trainer._checkpoint_connector, "dump_checkpoint", self._dump),
         ]
 
     def begin(self, world: LightningCollectives | None) -> None:
@@ -70,6 +72,9 @@ class LearningRates:
     def state(self) -> list[list[Any]]:
         """Return, for a checkpoint, what schedules count, and their places in the epoch."""
         return [[key, value] for key, value in self.stepped.items() if isinstance(key, str) and key != "place"]
+
+    def _dump(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**original(*args, **kwargs), SCHEDULES: self.state()}
 
     def share(self) -> float:
         """Return how many steps of a schedule an optimizer step is: 1.0 with the ranks with which training began."""
