@@ -252,6 +252,16 @@ class Membership:
             self._mine = replace(self._mine, bell=max(bell, self._mine.bell))
         self._heartbeat_thread.wake()
 
+    def enter_header(self, seq: int) -> None:
+        """Publish with the next beat that this rank has sent header ``seq`` to the others."""
+        with self._lock:
+            self._mine = replace(self._mine, header=seq)
+
+    def all_in_header(self, seq: int) -> bool:
+        """Return whether all other members have sent header ``seq``, so that it must arrive soon. No I/O."""
+        with self._lock:
+            return self._failure_detector.all_in_header(seq)
+
     def left(self) -> frozenset[str]:
         """Return the names of the peers that have left on purpose, in this rank's view. No I/O."""
         with self._lock:
