@@ -20,7 +20,14 @@ def make(ranks: int = 2, world: int = 1, batches: float = 10, frequency: int = 1
     epoch_loop = SimpleNamespace(_update_learning_rates=None)
     fit_loop = SimpleNamespace(max_batches=batches, epoch_loop=epoch_loop, on_advance_end=lambda: None)
     module = SimpleNamespace(lr_scheduler_step=lambda scheduler, metric: scheduler.step())
-    options = {"max_epochs": 4, "max_steps": -1, "limit_train_batches": 1.0, "accumulate_grad_batches": 1, **trainer}
+    options = {
+        "max_epochs": 4,
+        "max_steps": -1,
+        "limit_train_batches": 1.0,
+        "accumulate_grad_batches": 1,
+        "should_stop": False,
+        **trainer,
+    }
     made: Any = SimpleNamespace(
         fit_loop=fit_loop, lightning_module=module, lr_scheduler_configs=[config], callbacks=[], **options,
         _checkpoint_connector=SimpleNamespace(dump_checkpoint=dict),

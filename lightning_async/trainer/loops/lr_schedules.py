@@ -63,7 +63,7 @@ class LearningRates:
         steps = math.ceil(batches / trainer.accumulate_grad_batches) if is_known else 0
         everyones = [steps] if world is None else world.gather_objects(steps)
         self.stepped.setdefault("ranks", len(everyones))
-        self.stepped.setdefault("steps", max(everyones) if windows else steps)
+        self.stepped.setdefault("steps", max(everyones) if windows or self._view.in_step else steps)
 
     def start_over(self) -> None:
         """Reset the counts of steps, because training begins again within this fit."""
@@ -126,9 +126,10 @@ class LearningRates:
 
     def _end_epoch(self, original: Any) -> None:
         """Bring schedules to the end of the epoch, if other ranks than at the start trained in it."""
+        settles = self.stepped.get("other") and not self._trainer.should_stop  # it may stop within the epoch
         for i, config in enumerate(self._trainer.lr_scheduler_configs):
             if str(i) in self.stepped:
-                if self.stepped.get("other") and self._planned(config):
+                if settles and self._planned(config):
                     self._advance(i, config, math.inf)
                 place, taken = self.stepped[str(i)]
                 self.stepped[str(i)] = [place - taken, 0]
