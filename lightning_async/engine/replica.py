@@ -454,7 +454,7 @@ class ModuleTensors:
 
     def __init__(self, module: nn.Module, policy: BufferPolicies) -> None:
         patterns = policy if isinstance(policy, Mapping) else {}
-        if not isinstance(policy, Mapping) and policy not in get_args(BufferPolicy):
+        if isinstance(policy, str) and policy not in get_args(BufferPolicy):
             raise ValueError(f"`buffers={policy!r}` must be one of {get_args(BufferPolicy)}.")
         names = list(persistent_buffers(module))
         if idle := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
@@ -465,7 +465,7 @@ class ModuleTensors:
         _check_materialised(module)
         _check_kinds(module, policy)
         self._module = module
-        self._policy = policy
+        self._policy: BufferPolicies = policy
         self.parameters = dict(module.named_parameters())
         self._buffers = _shared_buffers(module, policy)
         norms = [m for m in module.modules() if isinstance(m, _BatchNorm | _InstanceNorm)]
@@ -605,7 +605,10 @@ def policy_of(policies: BufferPolicies, name: str) -> BufferPolicy:
     """
     if not isinstance(policies, Mapping):
         return policies
-    return next((policy for pattern, policy in policies.items() if fnmatch.fnmatchcase(name, pattern)), "average")
+    for pattern, policy in policies.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return policy
+    return "average"
 
 
 def kept_buffers(module: nn.Module, policies: BufferPolicies) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.environment.settings import TrainerSettings, check_equal
 from lightning_async.trainer.environment.subprocess_launcher import note_end
+from lightning_async.trainer.loops.lr_schedules import SCHEDULES
 from lightning_async.trainer.loops.timing import Pacing
 from lightning_async.trainer.namespace import batch_size, in_words
 from lightning_async.trainer.step_runner import StepRunner
@@ -39,7 +40,6 @@ from lightning_async.transports.base import Connection, Transport
 from lightning_async.transports.resolve import TransportName
 from lightning_async.transports.torch import TorchTransport
 
-_SCHEDULES = "lightning_async_schedules"  # key of a checkpoint: what learning-rate schedules count
 _fits = itertools.count(1)  # Numbers of this process's fits, which are equal on all ranks that run the same script.
 
 
@@ -323,8 +323,7 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
         self.saved.write(checkpoint, None if self._session is None else self._session.state(), origin)
-        if self.fit_sessions is not None:
-            checkpoint[_SCHEDULES] = self.fit_sessions.patches.rates.state()
+        checkpoint.setdefault(SCHEDULES, self.saved.schedules)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self.write_state(checkpoint)
@@ -336,5 +335,5 @@ class AsyncStrategy(ReplicatedStrategy):
         if self.averager is not None:
             self.start_over()
         self.saved.load(checkpoint)
-        self.saved.schedules = dict(checkpoint.get(_SCHEDULES, ()))
+        self.saved.schedules = checkpoint.get(SCHEDULES, [])
         return checkpoint

@@ -43,8 +43,8 @@ class SavedState:
         """Description of the checkpoint that this run goes on from; equal on all ranks that loaded the same one."""
         self.own = False
         """Whether the checkpoint was written by this rank for itself, and not by one rank for all."""
-        self.schedules: dict[Any, Any] = {}
-        """The loaded checkpoint's `LearningRates.state`."""
+        self.schedules: list[Any] = []
+        """The `LearningRates.state` of the loaded checkpoint, and after a fit that of the fit."""
         self._has_loaded = False
         self._loaded: dict[str, Any] | None = None
         self._replica: dict[str, Any] | None = None

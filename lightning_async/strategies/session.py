@@ -91,7 +91,7 @@ class FitSessions:
         self._begins_anew = False
         connection = strategy.connection
         self.patches.rates.stepped.update(strategy.saved.schedules)
-        strategy.saved.schedules = {}
+        strategy.saved.schedules = []
         if connection is None:
             self.patches.rates.begin(None)
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
@@ -156,6 +156,7 @@ class FitSessions:
 
     def end(self) -> None:
         """End the session and remove all patches, without waiting for other ranks."""
+        self._strategy.saved.schedules = self.patches.rates.state()
         take_back(self.undo)
         self.stop()
         # The threads are daemons: without this wait the process could end before the connections are closed in order.

@@ -107,6 +107,13 @@ class Several(Manual):
         return [torch.optim.SGD(self.parameters(), lr=0.05) for _ in range(2 - rank())]
 
 
+class Pair(Manual):
+    """Has two optimizers."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.05) for _ in range(2)]
+
+
 @scenario
 def optimizers() -> Any:
     """Of windows of gradients, and of synchronous steps: what would make replicas part that step with the same ones."""
@@ -128,6 +135,9 @@ def optimizers() -> Any:
         told[name] = _error(make_trainer(strategy).fit, other() if rank() else Net(), loader(shard((4, 4))))
     averaging = lightning_async.AsyncAveragingStrategy(min_replicas=2)  # whose rule follows from it
     told["number"] = _error(make_trainer(averaging).fit, Several(), loader(shard((4, 4))))
+    rule = lightning_async.AdaptiveDiLoCo() if rank() else "auto"
+    settled = lightning_async.AsyncAveragingStrategy(rule, min_replicas=2)
+    told["settled"] = _error(make_trainer(settled).fit, Pair(), loader(shard((4, 4))))
     fused = Net(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05, fused=rank() == 0))
     return told | {
         "kernels": _error(make_trainer(lightning_async.AsyncGradientStrategy(2)).fit, fused, loader(shard((4, 4))))

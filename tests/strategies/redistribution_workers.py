@@ -17,10 +17,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_async import (
     AdaptiveGradientAccumulation,
     AsyncAveragingStrategy,
+    AsyncGradientStrategy,
     BalancedBatchSizes,
     DeltaMean,
     EveryNSteps,
     FaultTolerantCheckpoint,
+    ParameterServerStrategy,
     Synchronous,
 )
 from lightning_async.data.partition import ByKey, Partition, PartitionedSampler, PartitionedStream, Random, Weighted
@@ -152,6 +154,39 @@ def caught() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield texts
     logger.removeHandler(handler)
+
+
+class OneCycle(Noted):
+    """Follows a schedule that raises where it is stepped beyond its end."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        steps = self.trainer.estimated_stepping_batches
+        cycle = {"cycle_momentum": False, "total_steps": steps}
+        self.scheduler: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, **cycle)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
+
+
+def scheduled(folder: str, deaths: dict[str, Any], kind: str) -> Any:
+    """Train under a schedule of all steps, and say how far it is."""
+    alive = [str(rank) for rank in range(RANKS) if str(rank) not in deaths]
+    module = OneCycle(Path(folder), deaths.get(str(NUMBER)), alive)
+    module.period = PERIOD if kind == "averaging" else 1
+    options: dict[str, Any] = {"timeouts": DEADLINES, "min_replicas": 1}
+    strategy = {
+        "averaging": lambda: AsyncAveragingStrategy(DeltaMean(), EveryNSteps(PERIOD), overlap=False, **options),
+        "gradients": lambda: AsyncGradientStrategy(**options),
+        "servers": lambda: ParameterServerStrategy(**options),
+    }[kind]()
+    fit = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=3, default_root_dir=folder, logger=False,
+        enable_model_summary=False, enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    fit.fit(module, loaders({}))
+    return {
+        "told": module.told, "digest": digest(module), "last_epoch": module.scheduler.last_epoch,
+        "total": module.scheduler.total_steps, "steps": fit.global_step,
+    }  # fmt: skip
 
 
 def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any = None, **settings: Any) -> Any:

@@ -39,7 +39,10 @@ def test_optimizers_that_differ_are_refused_where_all_step_with_the_same_gradien
         )
         assert "`schedulers` is [] on rank 0, ['StepLR by 1 epoch'] on rank 1." in told["scheduler"]
         assert " of [4] on rank 0, " in told["groups"] and " of [1, 1, 1, 1] on rank 1." in told["groups"]
-        assert "`number of optimizers` is 2 on rank 0, 1 on rank 1." in told["number"]
+        assert "`number of optimizers` is 2 on rank 0, 1 on rank 1; `rule` is " in told["number"]
+        assert (
+            "`rule` is DiLoCo(outer_lr=1.0, " in told["settled"] and ", AdaptiveDiLoCo() on rank 1." in told["settled"]
+        )
         assert "`automatic_optimization` is True on rank 0, False on rank 1." in told["manual"]
 
 

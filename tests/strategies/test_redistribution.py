@@ -20,12 +20,14 @@ INHERIT = "tests.strategies.redistribution_workers:inherit"
 Told = dict[str, list[Any]]
 
 
-def train(folder: Path, deaths: dict[str, Any], ranks: int = 3, **settings: Any) -> tuple[Told, dict[str, Any]]:
+def train(
+    folder: Path, deaths: dict[str, Any], ranks: int = 3, run: str = INHERIT, **settings: Any
+) -> tuple[Told, dict[str, Any]]:
     """What each rank says that it has seen, dead or alive; and what those say that are left."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     arguments = {"folder": str(folder), "deaths": deaths, **settings}
-    with start_ranks(INHERIT, ranks, kwargs=arguments, env=env, timeout=150) as group:
+    with start_ranks(run, ranks, kwargs=arguments, env=env, timeout=150) as group:
         results = group.join()
     told, left = {}, {}
     for number, result in enumerate(results):
@@ -93,6 +95,18 @@ def test_each_sample_of_a_partition_is_in_committed_work_once(partition: str, wo
         assert seen(told, "train", 1, [name]) == made.part(54, "02", place, 1).tolist()
         if partition == "by key":  # its keys are its own still
             assert set(seen(told, "train", 1, [name])) >= set(first)
+
+
+@pytest.mark.parametrize("kind", ["averaging", "gradients", "servers"])
+def test_a_schedule_ends_with_the_data_after_a_loss(kind: str, tmp_path: Path) -> None:
+    """Rank 1 of three is lost in the second of three epochs, of 54 samples in batches of two."""
+    run = "tests.strategies.redistribution_workers:scheduled"
+    _, left = train(tmp_path, {"1": ["step", 1, 4]}, run=run, kind=kind)
+    for each in left.values():
+        assert each["total"] == 27
+        assert each["steps"] > 33, "9, at least 10, and 14 in the last epoch"
+        # Servers count pushes, and what the lost rank had pushed is not trained on again.
+        assert each["last_epoch"] in ((26, 27) if kind == "servers" else (27,))
 
 
 def test_one_who_inherits_is_lost_too(tmp_path: Path) -> None:

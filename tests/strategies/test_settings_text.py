@@ -68,9 +68,11 @@ def texts(owner: Any, name: str, value: Any) -> dict[str, str]:
     if owner is OPTIONS:
         outer = {key: given[key] for key in ("update_on_server",) if key in given}
         inner = {key: given[key] for key in given if key not in outer}
-        owner, given = SERVERS, {**outer, "options": OPTIONS(**inner)}
+        options: Any = OPTIONS
+        owner, given = SERVERS, {**outer, "options": options(**inner)}
     elif owner is DILOCO:
-        owner, given = AVERAGING, {"rule": DILOCO(**given)}
+        rule: Any = DILOCO
+        owner, given = AVERAGING, {"rule": rule(**given)}
     with mock.patch.object(owner, "root_device", torch.device("cpu")):
         return {key: _text(setting) for key, setting in owner(**given).settings().items()}
 
@@ -88,11 +90,12 @@ def test_every_argument_is_compared_between_ranks(owner: Any, name: str) -> None
 
 
 def _public_values() -> list[tuple[Any, str]]:
-    rules = [getattr(algorithms, name) for name in algorithms.__all__]
+    rules: list[Any] = [getattr(algorithms, name) for name in algorithms.__all__]
     found = []
-    for kind in [*rules, compression.TwoBit]:
-        if inspect.isclass(kind) and "__dataclass_fields__" in vars(kind):
-            found += [(kind, name) for name in kind.__dataclass_fields__]
+    kinds: list[Any] = [*rules, compression.TwoBit]
+    for kind in kinds:
+        fields = getattr(kind, "__dataclass_fields__", {}) if inspect.isclass(kind) else {}
+        found += [(kind, name) for name in fields]
     return found
 
 

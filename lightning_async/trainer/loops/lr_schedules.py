@@ -15,6 +15,7 @@ from lightning_async.engine.fingerprint import digest, strided
 from lightning_async.trainer.namespace import Undo, callbacks_of, override, override_for_users
 from lightning_async.trainer.strategy_view import StrategyView
 
+SCHEDULES = "lightning_async_schedules"  # key of a checkpoint: what learning-rate schedules count
 _ROUNDED = 1e-6  # a sum of shares of steps that lacks no more than this is a whole number
 
 
@@ -43,6 +44,7 @@ class LearningRates:
             override(self._trainer.fit_loop.epoch_loop, "_update_learning_rates", self._update),
             override_for_users(self._trainer.lightning_module, "lr_scheduler_step", self._step),
             override(self._trainer.fit_loop, "on_advance_end", self._end_epoch),
+            override(self._trainer._checkpoint_connector, "dump_checkpoint", self._dump),
         ]
 
     def begin(self, world: LightningCollectives | None) -> None:
@@ -61,7 +63,7 @@ class LearningRates:
         steps = math.ceil(batches / trainer.accumulate_grad_batches) if is_known else 0
         everyones = [steps] if world is None else world.gather_objects(steps)
         self.stepped.setdefault("ranks", len(everyones))
-        self.stepped.setdefault("steps", max(everyones) if windows else steps)
+        self.stepped.setdefault("steps", max(everyones) if windows or self._view.in_step else steps)
 
     def start_over(self) -> None:
         """Reset the counts of steps, because training begins again within this fit."""
@@ -71,13 +73,15 @@ class LearningRates:
         """Return, for a checkpoint, what schedules count, and their places in the epoch."""
         return [[key, value] for key, value in self.stepped.items() if isinstance(key, str) and key != "place"]
 
+    def _dump(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**original(*args, **kwargs), SCHEDULES: self.state()}
+
     def share(self) -> float:
         """Return how many steps of a schedule an optimizer step is: 1.0 with the ranks with which training began."""
         trainer = self._trainer
         ranks = self._view.num_sharing
         began = self.stepped.get("ranks", ranks)
-        epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
-        all_steps = epochs * self.stepped.get("steps", 0)
+        all_steps = self._epochs * self.stepped.get("steps", 0)
         ends_by_steps = trainer.max_steps != -1 and (all_steps <= 0 or trainer.max_steps <= all_steps)
         limit = trainer.limit_train_batches
         by_batches = isinstance(limit, int) and limit == trainer.fit_loop.max_batches
@@ -115,11 +119,17 @@ class LearningRates:
         """Return a scheduler's number of steps in an epoch when training began; 0 if it is unknown."""
         return self.stepped.get("steps", 0) // (config.frequency or 1)
 
+    @property
+    def _epochs(self) -> int:
+        """The number of epochs of training; 0 if it has no limit."""
+        return max(0, self._trainer.max_epochs or 0)
+
     def _end_epoch(self, original: Any) -> None:
         """Bring schedules to the end of the epoch, if other ranks than at the start trained in it."""
+        settles = self.stepped.get("other") and not self._trainer.should_stop  # it may stop within the epoch
         for i, config in enumerate(self._trainer.lr_scheduler_configs):
             if str(i) in self.stepped:
-                if self.stepped.get("other") and self._planned(config):
+                if settles and self._planned(config):
                     self._advance(i, config, math.inf)
                 place, taken = self.stepped[str(i)]
                 self.stepped[str(i)] = [place - taken, 0]
@@ -137,7 +147,8 @@ class LearningRates:
         first, now = steps
         seen, place = self.stepped.get("place", (first, float(first)))
         # The mean may fall when ranks change. Steps are not taken back then.
-        place += max(0, now - seen) * self.share()
+        share = self.share()
+        place += max(0, now - seen) * share
         self.stepped["place"] = [max(seen, now), place]
         for i, config in enumerate(self._trainer.lr_scheduler_configs):
             if config.interval != "step" or config.reduce_on_plateau:
@@ -145,6 +156,8 @@ class LearningRates:
             every = config.frequency or 1
             taken = self.stepped.get(i, first // every)
             due = int(place + _ROUNDED) // every
+            if share != 1.0 and (planned := self._planned(config) * self._epochs):
+                due = min(due, planned)
             for _ in range(taken, due):
                 self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
             self.stepped[i] = max(taken, due)
