@@ -32,6 +32,19 @@ class CollectiveTimeout(CollectiveError):
     """A collective operation did not complete before its deadline."""
 
 
+class LinkLost(CollectiveError):
+    """Two members of a group that is being formed do not reach each other, although both reach the store.
+
+    Args:
+        message: Text of the error.
+        leaving: Ranks that leave, so that the others reach each other.
+    """
+
+    def __init__(self, message: str, leaving: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.leaving = leaving
+
+
 class GenerationChanged(CollectiveError):
     """A peer has left the present generation of process groups, and waits for the other ranks in the next one."""
 

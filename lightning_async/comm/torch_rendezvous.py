@@ -8,28 +8,44 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from lightning_async._sockets import connects, listening_port, opening
+from lightning_async._sockets import connects, listening_port, opening, own_address
 from lightning_async.comm import nccl
 from lightning_async.comm.collectives import Where
 from lightning_async.comm.torch_groups import TorchGroup, sweep
-from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout
+from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, LinkLost
 from lightning_async.membership.signing import Seal
 from lightning_async.membership.store import PollingStore, PrefixStore, Store, own_client
 
 _PREFIX = "lightning_async"
 _device = threading.Lock()
-Ports = list[int]
-"""Ports at which a member listens."""
+# Gloo tries to connect so often, each time within its timeout.
+_GLOO_TRIES = 4
+# Longest time for a connection to a host that can be reached.
+_PROBE_S = 3.0
+
+
+class _Member(NamedTuple):
+    """What one member says of itself, while a group is formed.
+
+    Args:
+        places: Addresses and ports at which it listens. Default: none.
+        unreachable: Ranks to which it could not connect; None if it has not failed to connect.
+    """
+
+    places: Sequence[tuple[str, int]] = ()
+    unreachable: Sequence[int] | None = None
 
 
 @dataclass
@@ -41,6 +57,8 @@ class MeetingOptions:
     check: Callable[[], None] = lambda: None
     # Address at which Gloo listens. Default: that of this host's name, or of ``GLOO_SOCKET_IFNAME``.
     host: str | None = None
+    # Longest time for two members to connect once both have come.
+    connect: timedelta = timedelta(seconds=30)
 
 
 def form(
@@ -79,7 +97,7 @@ def form(
         meeting = _GroupRendezvous(store, where, timeout, cancelled, meeting_options)
         if backend == "gloo":
             return _gloo(meeting, meeting_options.host)
-        meeting.meet("ready", [])
+        meeting.meet("ready", _Member())
         # NCCL's own threads use the store as long as the group lives, so they get a client of their own.
         client = PrefixStore(meeting.base, own_client(store, timeout))
         return TorchGroup(nccl.connect(client, where, timeout, device, max_ctas), {}, waits=False, aborts=True)
@@ -109,6 +127,7 @@ class _GroupRendezvous:
         self._timeout_s = timeout.total_seconds()
         self._cancelled = cancelled
         self._meeting_options = meeting_options
+        self.connect = meeting_options.connect
         self._keys: list[str] = []
         base = f"{_PREFIX}/{where.generation.number}/{where.name}"
         # A counter, because a group of this name may be formed again later, and must not read old addresses then.
@@ -138,25 +157,73 @@ class _GroupRendezvous:
         """
         return PollingStore(self.store, prefix, self.check, self._meeting_options.seal)
 
-    def say(self, phase: str, ports: Ports | None) -> None:
-        """Write this member's ports for a phase into the store; ``ports`` is None if the member has failed."""
-        self.view().set(f"{self.base}/{phase}/{self.where.rank}", json.dumps({"ports": ports}).encode())
-
-    def meet(self, phase: str, ports: Ports) -> list[Ports | None]:
-        """Write this member's ports for a phase, wait for those of all others, and return the ports of all members."""
+    def meet(self, phase: str, member: _Member) -> list[_Member]:
+        """Write what this member says for a phase into the store, and return what all members say, once they do."""
         self._keys = [f"{self.base}/{phase}/{rank}" for rank in range(self.where.world_size)]
-        self.say(phase, ports)
-        said = self.view().read(self._keys, _parse)
-        return [each["ports"] for each in said]
+        self.view().set(self._keys[self.where.rank], json.dumps(member).encode())
+        self.check()
+        return self.view().read(self._keys, _parse)
 
 
-def _parse(value: bytes) -> dict[str, Ports | None] | None:
+def _parse(value: bytes) -> _Member | None:
     try:
-        said = json.loads(value)
-        ports = said["ports"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        places, unreachable = json.loads(value)
+        ranks = [] if unreachable is None else list(map(int, unreachable))
+        return _Member([(str(host), int(port)) for host, port in places], None if unreachable is None else ranks)
+    except (ValueError, TypeError, RecursionError):
         return None
-    return said if ports is None or (isinstance(ports, list) and all(type(port) is int for port in ports)) else None
+
+
+def leaving_ranks(unreachable: Sequence[Collection[int]]) -> tuple[int, ...]:
+    """Return the ranks that must leave so that all others reach each other.
+
+    The rank with most broken links leaves first, the last one of several, until no link is broken.
+
+    Args:
+        unreachable: For each rank, the ranks to which it could not connect.
+
+    >>> leaving_ranks([[], [2], []])
+    (2,)
+    >>> leaving_ranks([[1, 2], [0], [0]])
+    (0,)
+    """
+    links = {frozenset((rank, peer)) for rank, peers in enumerate(unreachable) for peer in peers}
+    leaving: list[int] = []
+    while links:
+        leaving.append(max(range(len(unreachable)), key=lambda rank: (sum(rank in link for link in links), rank)))
+        links = {link for link in links if leaving[-1] not in link}
+    return tuple(sorted(leaving))
+
+
+def check_connected(where: Where, members: Sequence[_Member], connect: timedelta) -> None:
+    """Raise LinkLost if members do not reach each other, or CollectiveError if some have failed otherwise."""
+    failed = [rank for rank, member in enumerate(members) if member.unreachable is not None]
+    unreachable = [member.unreachable or () for member in members]
+    if leaving := leaving_ranks(unreachable):
+        links = sorted({tuple(sorted((rank, peer))) for rank in failed for peer in unreachable[rank]})
+        addresses = [
+            f"rank {rank} ({', '.join(host for host, _ in member.places)})" for rank, member in enumerate(members)
+        ]
+        pairs = "; ".join(f"{addresses[rank]} and {addresses[peer]}" for rank, peer in links)
+        raise LinkLost(
+            f"{where}: no connection within {connect.total_seconds():g} s between {pairs}. All reach the store, "
+            f"so a link is down, or a firewall is in between. Rank(s) {[*leaving]} leave. Each host must reach all "
+            "others at all ports; GLOO_SOCKET_IFNAME names the network to use.",
+            leaving,
+        )
+    if failed:
+        raise CollectiveError(f"{where}: rank(s) {failed} failed to connect. See the logs of those.")
+
+
+def _is_reachable(member: _Member) -> bool:
+    for place in member.places:
+        try:
+            socket.create_connection(place, _PROBE_S).close()
+        except ConnectionRefusedError:
+            continue  # its host answers
+        except OSError:
+            return False
+    return True
 
 
 def _gloo(meeting: _GroupRendezvous, host: str | None) -> TorchGroup:
@@ -166,32 +233,36 @@ def _gloo(meeting: _GroupRendezvous, host: str | None) -> TorchGroup:
     # One thread at a time: another thread's listening socket would be taken for one of these.
     with _device, opening(lambda fd: listening_port(fd) is not None) as listening:
         options._devices = _devices(host)
-        ports = [port for fd in listening.sockets() if (port := listening_port(fd)) is not None]
+        places = [
+            (own_address(fd) or "", port) for fd in listening.sockets() if (port := listening_port(fd)) is not None
+        ]
     options._threads = len(options._devices)
-    everyones = meeting.meet("ready", ports)
-    options._timeout = meeting.left()
+    members = meeting.meet("ready", _Member(places))
+    # Members that have connected wait for those that cannot, so they need time left for that.
+    options._timeout = min(meeting.left() / 3, meeting.connect) / _GLOO_TRIES
     # Other threads open sockets, too. Those of this group have one of its listening ports at one of their ends.
-    own = set(ports)
-    peers = {port for theirs in everyones for port in theirs or []}
+    own = {port for _, port in places}
+    peers = {port for member in members for _, port in member.places}
+    group = failure = unreachable = None
     try:
         with opening(lambda fd: connects(fd, own, peers)) as connections:
             pg = gloo(meeting.view(f"{meeting.base}/"), where.rank, where.world_size, options)
-    except Exception:
-        # The others would otherwise wait for this member until the deadline.
-        meeting.say("formed", None)
-        meeting.check()  # raises the error of `check` again, whose type torch may have lost
-        raise
-    group = TorchGroup(pg, connections.sockets(), waits=True)
+        group = TorchGroup(pg, connections.sockets(), waits=True)
+    except Exception as error:
+        failure = error
+        with ThreadPoolExecutor(16) as pool:
+            unreachable = [rank for rank, answers in enumerate(pool.map(_is_reachable, members)) if not answers]
     try:
         # torch returns when this rank has connected. To close now would fail a peer that still connects.
-        everyones = meeting.meet("formed", ports)
-        if failed := [rank for rank, theirs in enumerate(everyones) if theirs is None]:
-            raise CollectiveError(f"{where}: rank(s) {failed} failed to connect. See the logs of those.")
-    except BaseException:
-        group.break_off()
-        group.dispose()
-        raise
-    return group
+        members = meeting.meet("formed", _Member(places, unreachable))
+        check_connected(where, members, meeting.connect)
+        assert group is not None
+        return group
+    except BaseException as error:
+        if group is not None:
+            group.break_off()
+            group.dispose()
+        raise error from failure
 
 
 def _devices(host: str | None) -> list[Any]:

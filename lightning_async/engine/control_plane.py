@@ -52,6 +52,7 @@ from lightning_async.errors import (
     CollectiveTimeout,
     Evicted,
     GenerationChanged,
+    LinkLost,
     PeerLost,
     StoreLost,
 )
@@ -257,6 +258,7 @@ class EngineLoop:
         self._timeouts = control.timeouts
         self._now = control.now
         self._some_silent = self._compare = False
+        self._served_at = control.now()
 
     def run(self) -> None:
         """Exchange headers and payloads until the training thread closes the engine, or an error ends it."""
@@ -304,6 +306,9 @@ class EngineLoop:
         buckets = self._buckets
         if buckets.owner is BucketOwner.TRAINING or (buckets.arrived is not None and not self._is_stalled()):
             return False  # the training thread uses the buckets, or is about to
+        # Where nothing is to be done for long, as at sync points, headers show that all ranks still reach each other.
+        if self._now() - self._served_at > self._timeouts.payload.total_seconds():
+            return True
         return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
 
     def _is_stalled(self) -> bool:
@@ -337,8 +342,9 @@ class EngineLoop:
         row = torch.tensor(to_row([header, *parts]), dtype=torch.float64)
         ring = None if message is None else (patience, self._ring_for_this)
         blanks = [Header(), *(component.blank for component in self._components)]
-        headers, *everyones = from_rows(blanks, self._transfer.meet(row, ring).tolist())
+        headers, *everyones = from_rows(blanks, self._transfer.meet(row, self.seq, ring).tolist())
         self.seq += 1
+        self._served_at = self._now()
         decision = decide(headers, everyones, self._components)
         plan = decision.plan
         waited_s = self._now() - started
@@ -543,6 +549,9 @@ class GroupRecovery:
                     if isinstance(error, Evicted):  # the error says it to the user; this is for the log of events
                         tell("evicted", logging.INFO, str(error), rank=self._transfer.rank)
                     raise error
+            elif isinstance(error, LinkLost) and self._transfer.rank in error.leaving:
+                self._membership.fail(str(error))
+                raise Evicted(str(error)) from error
             else:
                 self._count(error)
                 if self._may_lose and not isinstance(error, (CollectiveTimeout, GenerationChanged)):

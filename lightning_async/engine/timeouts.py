@@ -14,12 +14,13 @@ class Timeouts:
     """A set of timeouts for the engine.
 
     Args:
-        payload: Longest time for each part of a payload. Default 60 s. The header before it has no deadline, because a
-            late rank is no failure.
+        payload: Longest time for each part of a payload, and for a header that all ranks have sent. Default 60 s. A
+            header that a rank has not sent yet has no deadline, because a late rank is no failure.
         grace: Time without a sign of life from a rank's training thread after which no rank waits for its message: its
             engine's thread then takes part in exchanges without one. Default 10 s.
-        dead_after: Time without a heartbeat after which a rank is lost; at least four heartbeats. Default 30 s.
-        reform: Longest time for all live ranks to meet again after a failure. Default 300 s.
+        dead_after: Time without a heartbeat after which a rank is lost, and longest time for two live ranks to
+            connect; at least four heartbeats. Default 30 s.
+        reform: Longest time for all live ranks to meet again, and to form their groups. Default 300 s.
         replicas: Time for which the live ranks, if they are fewer than `min_replicas`, wait for others to join or
             return before training ends. Default 0: training ends at once.
         sync_point: Longest time for which a rank waits for a live rank in a collective call at a sync point, such as a

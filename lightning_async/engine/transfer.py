@@ -22,6 +22,8 @@ from lightning_async.membership.membership import Membership
 
 T = TypeVar("T")
 _BEAT = timedelta(seconds=0.1)
+# Longest time between two looks that counts for a deadline.
+_LONGEST_LOOK_S = 5.0
 
 
 class Closed(Exception):
@@ -68,36 +70,61 @@ class Transfer:
 
     def result(self, pending: Pending[T]) -> T:
         """Wait for one part of a payload and return it; raise CollectiveTimeout after the deadline."""
-        return self._wait(pending, self._deadline, None)
+        return self._wait(pending, self._deadline)
 
-    def _wait(
-        self, pending: Pending[T], deadline: timedelta | None, every: tuple[timedelta, Callable[[], None]] | None
-    ) -> T:
-        started = last = self._now()
-        while not pending.wait(_BEAT):
+    def _wait(self, pending: Pending[T], deadline: timedelta, look: Callable[[float], bool] = lambda now: True) -> T:
+        """Wait until the result is there, and return it.
+
+        Args:
+            pending: Operation to wait for.
+            deadline: Longest wait from the moment on at which ``look`` returns True.
+            look: Called with the time, ten times a second. Default: the deadline counts from the beginning.
+
+        Raises:
+            CollectiveTimeout: The deadline is over.
+        """
+        last = self._now()
+        waited_s = 0.0
+        while waited_s <= deadline.total_seconds() and not pending.wait(_BEAT):
             self.check()
             now = self._now()
-            if deadline is not None and now - started > deadline.total_seconds():
-                break
+            # Where this process was stopped meanwhile, the result may be there already.
+            waited_s += min(now - last, _LONGEST_LOOK_S) * look(now)
+            last = now
+        return pending.result(timedelta(0))
+
+    def meet(self, row: Tensor, seq: int, every: tuple[timedelta, Callable[[], None]] | None = None) -> Tensor:
+        """Gather header ``seq`` from every rank.
+
+        A late rank is no failure, so there is no deadline until all ranks have sent their header. From then on, a
+        header that does not arrive is a broken link, although the heartbeats of all ranks reach the store.
+
+        Args:
+            row: Numbers of this rank's header.
+            seq: Number of the header.
+            every: Interval and a function, which is called each time that the wait has lasted for another interval.
+                Default: None, nothing is called.
+        """
+        last = self._now()
+
+        def look(now: float) -> bool:
+            nonlocal last
             if every is not None and now - last > every[0].total_seconds():
                 every[1]()
                 last = now
-        return pending.result(timedelta(0))
+            return self._membership.all_in_header(seq)
 
-    def meet(self, row: Tensor, every: tuple[timedelta, Callable[[], None]] | None = None) -> Tensor:
-        """Gather one row of numbers from every rank, such as its header.
-
-        There is no deadline while all ranks live, because a late rank is no failure. ``every`` is an interval and a
-        function, which is called each time that the wait has lasted for another interval. None: nothing is called.
-        """
-        return self._wait(self.small.all_gather(row), None, every)
+        self._membership.enter_header(seq)
+        return self._wait(self.small.all_gather(row), self._deadline, look)
 
     def all_have(self, tally: float, doubt: bool) -> float | None:
         """Wait until all ranks have the payload; return the sum of the ranks' ``tally``, such as their samples.
 
         Returns None if any rank has a ``doubt``: it does not know yet whether it can use what it has received.
         """
-        rows = self.meet(torch.tensor([tally, doubt], dtype=torch.float64))
+        row = torch.tensor([tally, doubt], dtype=torch.float64)
+        # A rank may be behind by the last part of the payload, which has the same deadline.
+        rows = self._wait(self.small.all_gather(row), 2 * self._deadline)
         total, doubts = rows.sum(dim=0).tolist()
         return None if doubts else total
 

@@ -84,7 +84,7 @@ class HorovodStrategy(ReplicatedStrategy):
                 f"`HorovodStrategy(reduction='adasum', compression={compression!r})`: Adasum takes gradients as they "
                 "are; leave `compression` out."
             )
-        super().__init__(transport="horovod", dead_after=None, gloo_timeout=timeout)
+        super().__init__(transport="horovod", timeouts=None, gloo_timeout=timeout)
         self.compression: Compression = compression
         self.reduction: Reduction = reduction
         self.timeout = timeout

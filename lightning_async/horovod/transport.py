@@ -17,6 +17,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.timeouts import Timeouts
 from lightning_async.errors import PeerLost
 from lightning_async.horovod.collectives import HorovodCollectives, HorovodWorld, load
 from lightning_async.membership.membership import Membership
@@ -137,15 +138,13 @@ class HorovodTransport(Transport):
         """Return the GPU if Horovod was built with NCCL, else the host's memory."""
         return root_device if root_device.type == "cuda" and load().nccl_built() else torch.device("cpu")
 
-    def connect(
-        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
-    ) -> Connection:
+    def connect(self, environment: Any, root_device: torch.device, name: str, timeouts: Timeouts | None) -> Connection:
         """Connect the ranks. Horovod's world numbers the runs, because a joining rank has counted no earlier ones."""
         world = HorovodWorld.join(environment.launched, self.gloo_timeout)
         root = _collectives(world)
         membership = None
-        if dead_after is not None:
-            membership = _Membership(world, PrefixStore(root.name, _store(world, root)), root.name, dead_after)
+        if timeouts is not None:
+            membership = _Membership(world, PrefixStore(root.name, _store(world, root)), root.name, timeouts.dead_after)
             membership.start()
         connection = Connection(root, root, membership)
         connection.outlives = not world.another_follows

@@ -44,6 +44,7 @@ class Record:
     since: int = OUTSIDE
     bell: int = 0
     call: int = 0  # number of the collective call in which the rank waits or has waited
+    header: int = 0  # the newest header that the rank has sent to the others, see `Membership.enter_header`
     state: str = ABSENT
     text: str = ""
 
@@ -157,7 +158,7 @@ def load(value: bytes) -> Record | None:
     if any(type(value) is not type(known[name]) for name, value in fields.items()):
         return None
     record = Record(**fields)
-    counts = (record.beat, record.wanted, record.bell, record.call, record.since - OUTSIDE)
+    counts = (record.beat, record.wanted, record.bell, record.call, record.header, record.since - OUTSIDE)
     return record if record.state in (ABSENT, UP, VISITING, LEFT, FAILED) and min(counts) >= 0 else None
 
 
@@ -251,6 +252,10 @@ class FailureDetector:
 
     def bell(self) -> int:
         return max([peer.record.bell for peer in self._heard().values()], default=0)
+
+    def all_in_header(self, seq: int) -> bool:
+        """Return whether all other members of this generation have sent header ``seq``, or a later one."""
+        return all(self.peers[name].record.header >= seq for name in self.generation.members if name != self.me)
 
     def view(self) -> object:
         """Return a value to compare with an earlier one: if they differ, `Membership.on_change` must be called."""

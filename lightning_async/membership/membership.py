@@ -262,6 +262,16 @@ class Membership:
             peers = self._failure_detector.peers
             return tuple(name for name in self.generation.members if name in peers and peers[name].record.call < call)
 
+    def enter_header(self, seq: int) -> None:
+        """Publish with the next beat that this rank has sent header ``seq`` to the others."""
+        with self._lock:
+            self._mine = replace(self._mine, header=seq)
+
+    def all_in_header(self, seq: int) -> bool:
+        """Return whether all other members have sent header ``seq``, so that it must arrive soon. No I/O."""
+        with self._lock:
+            return self._failure_detector.all_in_header(seq)
+
     def left(self) -> frozenset[str]:
         """Return the names of the peers that have left on purpose, in this rank's view. No I/O."""
         with self._lock:

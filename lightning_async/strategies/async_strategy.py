@@ -86,8 +86,7 @@ class AsyncStrategy(ReplicatedStrategy):
         lr_clock: configuration_checks.LrClock = "local",
         transport: Transport | TransportName,
     ) -> None:
-        dead_after = config.timeouts.dead_after
-        super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
+        super().__init__(transport=transport, timeouts=config.timeouts, gloo_timeout=config.timeouts.dead_after)
         self.config = config
         self.num_fits = 0
         # Ranks can join over torch only, because Horovod's groups cannot be formed again during a run.

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.timeouts import Timeouts
 from lightning_async.membership.launcher_channel import CHANNEL, REJOIN
 from lightning_async.membership.startup import AGENTS_STORE, naming_the_stores_host
 from lightning_async.strategies.rank_mapping import (
@@ -128,7 +129,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
     Args:
         transport: Starts the ranks and moves their bytes; a `Transport`, or a short name, see `choose_transport`.
             Default ``"auto"``.
-        dead_after: Time without a heartbeat after which a rank is lost; None for no heartbeats.
+        timeouts: Time limits of waits; None for no heartbeats.
         gloo_timeout: Time after which Gloo inside Horovod gives up on a silent peer. It is used only if ``transport``
             is a short name that stands for Horovod. Default 30 s.
 
@@ -149,14 +150,14 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self,
         *,
         transport: Transport | TransportName = "auto",
-        dead_after: timedelta | None,
+        timeouts: Timeouts | None,
         gloo_timeout: timedelta = timedelta(seconds=30),
     ) -> None:
         self.transport = choose_transport(type(self).__name__, transport, gloo_timeout)
         self._environment: Any = None
         self._compiled = CompiledMark()
         super().__init__()
-        self._dead_after = dead_after
+        self._timeouts = timeouts
         self._num_nodes = 1
         self._connection: Connection | None = None
         self.num_runs = self._operations = 0
@@ -257,10 +258,10 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         if live_ranks is not None and live_ranks.does_without(rank):
             return None
         # Without heartbeats the other ranks cannot learn of the death, so they are ended at once.
-        if self._connection is None or self._dead_after is None:
+        if self._connection is None or self._timeouts is None:
             return timedelta(0)
         self._connection.report_death(rank, f"its process ended with status {returncode}")
-        return None if live_ranks is not None and live_ranks.can_lose_one else self._dead_after
+        return None if live_ranks is not None and live_ranks.can_lose_one else self._timeouts.dead_after
 
     def setup_environment(self) -> None:
         # A process that was forked learns its number here.
@@ -308,7 +309,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
             run = count_run()
             elastic = {} if self.host is None else {"elastic": True}
             self.use(
-                self.transport.connect(self.place, self.root_device, run_name(run), self._dead_after, **elastic), run
+                self.transport.connect(self.place, self.root_device, run_name(run), self._timeouts, **elastic), run
             )
 
     @property

@@ -134,8 +134,8 @@ class JoinConnector:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # CUDA's current device is that of a thread, and this is a new one
         environment = RenumberedEnvironment(self._environment, rank, len(names), "")
-        dead_after = self._timeouts.dead_after
-        connection = self._transport.widen(environment, self._device, place["room"], dead_after, PATIENCE, check)
+        timeouts = self._timeouts
+        connection = self._transport.widen(environment, self._device, place["room"], timeouts, PATIENCE, check)
         try:
             made(connection)
             connection.hear_deaths(partial(name_in_run, names=names))
@@ -416,6 +416,8 @@ class JoinPreparation:
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._seen: set[str] = set()
+        # The last reason why a joining rank could not be admitted, which is told once.
+        self._refusal = ""
         """Names of joining ranks that have been prepared, with or without success."""
         self._ready: PreparedJoin | None = None
         self._held = False
@@ -631,7 +633,9 @@ class JoinPreparation:
         live_ranks = self._view.live_ranks
         if self._ends.is_set() or live_ranks is None:
             return
-        tell_failed(live_ranks.generation.rank, joining_rank, why)
+        level = logging.DEBUG if why == self._refusal else logging.WARNING
+        tell_failed(live_ranks.generation.rank, joining_rank, why, level)
+        self._refusal = why
 
     def _send_again(self, joining_rank: str) -> None:
         """Write to the store that a joining rank must try again.
@@ -647,9 +651,9 @@ def for_life(joining_rank: str) -> str:
     return joining_rank.partition(".")[0]
 
 
-def tell_failed(rank: int, joining_rank: str, why: str) -> None:
+def tell_failed(rank: int, joining_rank: str, why: str, level: int = logging.WARNING) -> None:
     words = f"Rank {rank}: rank {for_life(joining_rank)} could not be admitted, and training goes on without: {why}"
-    tell("join_failed", logging.WARNING, words, rank=rank)
+    tell("join_failed", level, words, rank=rank)
 
 
 def digest(module: Any) -> int:

@@ -53,6 +53,7 @@ class JoiningRank:
         self._trainer = trainer
         self._number = int(strategy.cluster_environment.started_as)
         self._attempts = 0
+        self._refusal = ""
         self._refused = (
             f"Rank {self._number} could not be admitted: see the logs of the ranks that train. They go on without it."
         )
@@ -200,8 +201,14 @@ class JoiningRank:
         except StoreLost:
             raise
         except AsyncTrainingError as error:
-            log.warning("Rank %d could not be admitted, and waits again: %s", self._number, error)
+            self._tell_refusal(error)
             return None
+
+    def _tell_refusal(self, error: AsyncTrainingError) -> None:
+        """Log why this rank is not admitted yet; the same reason is a warning once."""
+        level = logging.DEBUG if str(error) == self._refusal else logging.WARNING
+        log.log(level, "Rank %d could not be admitted, and waits again: %s", self._number, error)
+        self._refusal = str(error)
 
     def _receive(self, ready: PreparedJoin, answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """Receive rank 0's state, which rank 0 sends when all ranks have come to a sync point and admit this rank.
@@ -239,7 +246,7 @@ class JoiningRank:
             until = time.monotonic() + _ANSWER_S
             if not self._wait(answer, lambda: time.monotonic() < until).get("again", True):
                 raise AsyncTrainingError(self._refused) from error
-            log.warning("Rank %d could not be admitted, and waits again: %s", self._number, error)
+            self._tell_refusal(error)
             return None
 
     def _take_part(self, ready: PreparedJoin, state: dict[str, Any], answer: Callable[[], dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from lightning_async.comm.collectives import Collectives
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.timeouts import Timeouts
 from lightning_async.membership.generation import in_order
 from lightning_async.membership.launcher_channel import Death, Listener, listen
 from lightning_async.membership.membership import Membership
@@ -202,16 +203,14 @@ class Transport(ABC):
         """Return the device of the buckets."""
 
     @abstractmethod
-    def connect(
-        self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
-    ) -> Connection:
+    def connect(self, environment: Any, root_device: torch.device, name: str, timeouts: Timeouts | None) -> Connection:
         """Connect all ranks for a run.
 
         Args:
             environment: Cluster environment, which has the rank and the world size.
             root_device: Device of the replica.
             name: Name of the run, which differs between the runs of one process.
-            dead_after: Time without a heartbeat after which a rank is lost; None for no heartbeats.
+            timeouts: Time limits of waits; None for no heartbeats.
         """
 
     @abstractmethod

@@ -23,6 +23,7 @@ from lightning_async.comm.torch_collectives import TorchCollectives
 from lightning_async.comm.torch_groups import keep_for_good
 from lightning_async.comm.torch_rendezvous import MeetingOptions
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.timeouts import Timeouts
 from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.launcher_channel import attempt, came_back
 from lightning_async.membership.membership import Membership
@@ -169,7 +170,6 @@ def _address(environment: Any) -> str:
 
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-_FORM_TIMEOUT = timedelta(minutes=5)
 # Time without a heartbeat after which a process counts as dead, for strategies that set no such time.
 _DEAD_AFTER = timedelta(minutes=1)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -236,21 +236,21 @@ class TorchTransport(Transport):
         environment: Any,
         root_device: torch.device,
         name: str,
-        dead_after: timedelta | None,
+        timeouts: Timeouts | None,
         elastic: bool = False,
     ) -> Connection:
         """Connect as `Transport` describes; with ``elastic``, the membership can also admit joining ranks."""
         with naming_the_stores_host(environment.global_rank()):
             _join_default_group(environment, self.backend_on(root_device), elastic)
-            presence = _meet(environment, name, dead_after)
-            return self._connect(environment, root_device, name, dead_after, START_TIMEOUT, elastic, presence.check)
+            presence = _meet(environment, name, None if timeouts is None else timeouts.dead_after)
+            return self._connect(environment, root_device, name, timeouts, START_TIMEOUT, elastic, presence.check)
 
     def widen(
         self,
         environment: Any,
         root_device: torch.device,
         name: str,
-        dead_after: timedelta,
+        timeouts: Timeouts,
         timeout: timedelta,
         check: Callable[[], None],
     ) -> Connection:
@@ -262,7 +262,7 @@ class TorchTransport(Transport):
         seal = Seal.of_job().within(name)
         room = distributed_c10d.PrefixStore(name, store_of(environment, rank))
         greet(room, rank, environment.world_size(), _job(environment), seal, WaitWithLog(rank, timeout, check))
-        return self._connect(environment, root_device, name, dead_after, timeout, True, check)
+        return self._connect(environment, root_device, name, timeouts, timeout, True, check)
 
     def assemble(self, environment: Any) -> ProcessRole:
         """Meet the other ranks in the launcher's store, and return the role in which this process starts.
@@ -301,7 +301,7 @@ class TorchTransport(Transport):
         environment: Any,
         root_device: torch.device,
         name: str,
-        dead_after: timedelta | None,
+        timeouts: Timeouts | None,
         timeout: timedelta,
         elastic: bool,
         check: Callable[[], None],
@@ -317,8 +317,9 @@ class TorchTransport(Transport):
         world_size = environment.world_size()
         seal = Seal.of_job().within(name)
         store = distributed_c10d.PrefixStore(name, store_of(environment, rank))
-        meeting_options = MeetingOptions(seal, check, host_of(environment))
-        form_timeout = min(_FORM_TIMEOUT, timeout)
+        limits = timeouts or Timeouts()
+        meeting_options = MeetingOptions(seal, check, host_of(environment), limits.dead_after)
+        form_timeout = min(limits.reform, timeout)
         small = "mpi" if backend == "mpi" else "gloo"
         root = TorchCollectives(
             store, rank, world_size, backend=small, timeout=timedelta(days=7), form_timeout=form_timeout,
@@ -332,7 +333,8 @@ class TorchTransport(Transport):
             )  # fmt: skip
             payload = StagedCollectives(payload, root_device) if backend == "gloo" else payload
         membership = None
-        if dead_after is not None:
+        if timeouts is not None:
+            dead_after = timeouts.dead_after
             # The store is as new as the job, and all ranks have met in it, so its records are fresh.
             membership = Membership(
                 store, rank, world_size, dead_after=dead_after, start_timeout=max(dead_after, _FIRST_BEAT),

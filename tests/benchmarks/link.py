@@ -86,6 +86,12 @@ class Link:
     forks: ForkServer | None = None
     buckets: tuple[tuple[str, str], ...] = ()
 
+    def cut(self, first: int, second: int) -> None:
+        """Let nothing pass between two replicas of a shaped link, silently; each reaches all others as before."""
+        for namespace, device in self.buckets:
+            if device in (f"port{first}", f"port{second}"):
+                _run("bridge", "-n", namespace, "link", "set", "dev", device, "isolated", "on")
+
     def set_rate(self, rate_mbit: float) -> None:
         """Change the rate of a shaped link at once, for all replicas."""
         for namespace, device in self.buckets:

@@ -293,12 +293,24 @@ def test_closing_while_the_groups_are_re_formed_does_not_wait() -> None:
 
 def test_a_rank_that_is_late_for_the_header_is_no_failure() -> None:
     timeouts = Timeouts(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
+
+    def begin_late(rank: FaultyRank) -> dict[str, Any]:
+        time.sleep(2.5 * rank.number)
+        return train_and_meet(rank)
+
     smooth = values(2, train_and_meet)
-    for nth in (1, 2):  # the header, the commit
-        script = [Fault(op="all_gather", nth=nth, action=Delay(2.0), name=HEADER)]
-        rough = values(2, train_and_meet, timeouts=timeouts, scripts={1: script})
-        assert [each["summary"].failed_rounds for each in rough] == [0, 0]
-        assert_alike(rough, smooth)
+    rough = values(2, begin_late, timeouts=timeouts)
+    assert [value["summary"].failed_rounds for value in rough] == [0, 0]
+    assert_alike(rough, smooth)
+
+
+def test_an_answer_to_the_commit_may_take_longer_than_a_part_of_the_payload() -> None:
+    """A rank may be behind by the last part, which has a deadline of its own."""
+    script = [Fault(op="all_gather", nth=2, action=Delay(3.0), name=HEADER)]
+    smooth = values(2, train_and_meet)
+    rough = values(2, train_and_meet, timeouts=Timeouts(payload=timedelta(seconds=2)), scripts={1: script})
+    assert [value["summary"].failed_rounds for value in rough] == [0, 0]
+    assert_alike(rough, smooth)
 
 
 def stalling(steps_before: int, rounds_missed: int, turn: Turnstile, times: list[float]):

@@ -11,8 +11,9 @@ import torch
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
-from lightning_async.errors import PeerLost
-from tests.comm.faulty import Fault, Kill
+from lightning_async.errors import Evicted, LinkLost, PeerLost
+from lightning_async.membership.generation import Generation
+from tests.comm.faulty import Fail, Fault, FaultyCollectives, Kill
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, outcomes
 
 STEPS, EVERY, LR = 12, 4, 0.1
@@ -155,3 +156,19 @@ def test_synchronous_steps_go_on_with_those_that_are_left() -> None:
         x -= LR * (x - sum(goals) / len(goals))
     for each in (first, second):
         torch.testing.assert_close(each["x"], torch.full_like(each["x"], x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_rank_behind_a_broken_link_leaves_and_others_go_on(monkeypatch: pytest.MonkeyPatch):
+    reconfigure = FaultyCollectives.reconfigure
+
+    def fail_once(self: FaultyCollectives, generation: Generation) -> None:
+        if generation.number == 1:
+            raise LinkLost("no connection between rank 1 and rank 2", (2,))
+        reconfigure(self, generation)
+
+    monkeypatch.setattr(FaultyCollectives, "reconfigure", fail_once)
+    broken = Fault(op="all_reduce", nth=2, action=Fail(), name=PAYLOAD)
+    ended = outcomes(3, train_and_meet, scripts={1: [broken]}, dead_after=timedelta(seconds=20), min_replicas=2)
+    assert isinstance(ended[2].error, Evicted) and "between rank 1 and rank 2" in str(ended[2].error)
+    for value in survivors_of(ended, [2]):
+        assert value["x"].flatten()[0].item() == pytest.approx(means([[0, 1, 2], [0, 1], [0, 1]]), abs=1e-6)

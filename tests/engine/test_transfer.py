@@ -40,6 +40,14 @@ class Members:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.looks = error, 0
+        self.header = 0
+        self.all_sent = False
+
+    def enter_header(self, seq: int) -> None:
+        self.header = seq
+
+    def all_in_header(self, seq: int) -> bool:
+        return self.all_sent and seq == self.header
 
     def check(self) -> None:
         self.looks += 1
@@ -107,8 +115,27 @@ def test_headers_wait_for_as_long_as_all_live_and_ring_meanwhile() -> None:
             return Script(clock, 30)
 
     made.small = Small()  # type: ignore[assignment]
-    assert made.meet(torch.zeros(1), (timedelta(seconds=9), lambda: rings.append(clock[0]))) == "here"
+    assert made.meet(torch.zeros(1), 7, (timedelta(seconds=9), lambda: rings.append(clock[0]))) == "here"
     assert rings == [10.0, 20.0]
+
+
+def test_a_header_that_all_have_sent_has_a_deadline() -> None:
+    """Of the time since all have sent it: the links between them are broken, although all heartbeats arrive."""
+    members = Members()
+    made, _, clock = transfer(members, deadline=5.0)
+    script = Script(clock, 100)
+
+    class Small:
+        def all_gather(self, row: Any) -> Any:
+            return script
+
+    def note_that_all_have_sent() -> None:
+        members.all_sent = True
+
+    made.small = Small()  # type: ignore[assignment]
+    with pytest.raises(CollectiveTimeout):
+        made.meet(torch.zeros(1), 7, (timedelta(seconds=9), note_that_all_have_sent))
+    assert clock[0] == 15.0 and members.header == 7
 
 
 def test_payloads_move_in_parts_and_end_alike_everywhere() -> None:
