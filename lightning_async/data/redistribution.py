@@ -84,7 +84,7 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
     common = {"length": len(loader.dataset), "batch_size": size, "full_batches": batches.drop_last}
     if given is not None:
         return {**common, "kind": "given", "indices": given}
-    if type(sampler) in (DistributedSampler, EachOnce):
+    if isinstance(sampler, DistributedSampler):
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
         return {**common, "kind": "distributed", "epoch": sampler.epoch, **{n: getattr(sampler, n) for n in names}}
     if is_of_torch(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == common["length"]:

@@ -156,10 +156,10 @@ class Validation:
             self._held += 1
         try:
             output = original()
+            self._validated = is_training
+            return output
         except StepsInterrupted:
             self._meeting.leave(self._view.sync_points)
-        self._validated = is_training
-        return output
 
     def _end_epoch(self, original: Any) -> None:
         self._view.begin_again()

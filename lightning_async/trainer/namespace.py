@@ -222,7 +222,7 @@ def sync_metrics_through(world: Callable[[], LightningCollectives | None], modul
         for name in shared:
             device = lists[name][0].device if lists[name] else metric.device
             entries = [entry.to(device) for of_rank in everyones for entry in of_rank[name]]
-            reduction = reductions[name]
+            reduction: Any = reductions[name]
             setattr(metric, name, entries if reduction is None or not entries else reduction(entries))
 
     # Pickles and copies of a metric then name or bind the method of the copy.

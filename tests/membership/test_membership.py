@@ -674,4 +674,5 @@ def test_a_waiting_rank_knows_who_has_not_come() -> None:
     assert third.behind(4) == ("1",)
     hand.beat(2, 0)
     assert first.behind(4) == ("1",)
+    hand.beat(1)
     assert second.behind(4) == ()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +15,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, PearsonCorrCoef, SumMetric
 from torchmetrics.retrieval import RetrievalMAP
 
-from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, EveryNSteps, ParameterServerStrategy
+from lightning_async import (
+    AsyncAveragingStrategy,
+    AsyncGradientStrategy,
+    EveryNSteps,
+    FaultTolerantCheckpoint,
+    ParameterServerStrategy,
+    Synchronous,
+)
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.trainer.loops import preemption
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import Net, make_trainer, scenario
+from tests.strategies.workers import Net, loader, make_trainer, rank, scenario
 
 SIZES = (13, 2, 7)
 """Samples of each loader; three ranks have 5, 4 and 4 of the first, and the last rank has none of the second."""
@@ -102,7 +115,7 @@ def evaluated(strategy: Any, stage: str, sizes: Sequence[int] = SIZES, **options
     gathering = Gathering()
     trainer = make_trainer(strategy, callbacks=[gathering], devices=3, use_distributed_sampler=True, **options)
     run = getattr(trainer, stage)
-    results = run(module, DataLoader(problem.batches(0, 12), batch_size=None)) if stage == "fit" else run(module)
+    results = run(module, loader(problem.batches(0, 12))) if stage == "fit" else run(module)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     answer = {"logged": logged, "computed": module.computed, "seen": gathering.seen, "rows": gathering.rows}
     if stage == "predict":
@@ -150,3 +163,96 @@ def limited_to_a_half() -> Any:
 @scenario
 def limited_to_one() -> Any:
     return evaluated(averaging(), "validate", limit_val_batches=1)
+
+
+class Told(Evaluated):
+    """A module of which rank 1 is told to stop in the second batch of a validation; ``swaps`` puts in other weights."""
+
+    def __init__(self, told_at: int = -1, swaps: bool = False) -> None:
+        super().__init__((21,))
+        self.told_at = told_at
+        self.swaps = swaps
+        self.kept: list[Tensor] = []
+        self.validated: dict[int, int] = {}
+
+    def _swap(self) -> None:
+        """As averages of weights are validated, past the counts of versions."""
+        if self.swaps:
+            kept = self.kept or [torch.zeros_like(each) for each in self.parameters()]
+            self.kept = [each.detach().clone() for each in self.parameters()]
+            for parameter, value in zip(self.parameters(), kept, strict=True):
+                parameter.data.copy_(value)
+
+    def on_validation_start(self) -> None:
+        self._swap()
+
+    def on_validation_end(self) -> None:
+        self._swap()
+        self.kept = []
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(samples(21))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx, dataloader_idx)
+        step = self.global_step
+        self.validated[step] = self.validated.get(step, 0) + 1
+        if rank() == 1 and batch_idx == 1 and step == self.told_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+
+def fit_saving(folder: Path, module: Told) -> Any:
+    """Fit, and return how it has ended."""
+    strategy = AsyncAveragingStrategy(schedule=Synchronous(), transport="torch")
+    callbacks = [FaultTolerantCheckpoint(str(folder), every_n_train_steps=1000)]
+    options = {"devices": 3, "use_distributed_sampler": True, "val_check_interval": 2, "enable_checkpointing": True}
+    try:
+        trainer = make_trainer(strategy, callbacks=callbacks, **options)
+        trainer.fit(module, loader(problem.batches(0, 18)))
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def told_in_validation(folder: Path, swaps: bool) -> dict[str, Any]:
+    whole = Told(swaps=swaps)
+    first = Told(told_at=4, swaps=swaps)
+    second = Told(swaps=swaps)
+    codes = [fit_saving(folder / "whole", whole)]
+    codes.append(fit_saving(folder / "parts", first))
+    manifest = CheckpointStore(folder / "parts").entries()[0].manifest
+    codes.append(fit_saving(folder / "parts", second))
+    return {
+        "codes": codes,
+        "saved": [manifest.step, manifest.reason, list(manifest.ranks)] if manifest else [],
+        "first": {str(step): count for step, count in first.validated.items()},
+        "second": {str(step): count for step, count in second.validated.items()},
+        "equal": problem.digest(whole) == problem.digest(second),
+    }
+
+
+@scenario
+def told(folder: Path) -> Any:
+    return told_in_validation(folder, swaps=False)
+
+
+@scenario
+def told_with_other_weights(folder: Path) -> Any:
+    return told_in_validation(folder, swaps=True)
+
+
+class Stuck(Told):
+    """A module that is told to stop in a step that takes long."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.told_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return super().training_step(batch, batch_idx)
+
+
+def stop_in_a_step(folder: str, step: int) -> None:
+    """In a rank: end in the midst of this step."""
+    preemption._LATE_S = 1.0
+    fit_saving(Path(folder), Stuck(told_at=step))

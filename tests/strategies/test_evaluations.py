@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from torch import nn
 from torchmetrics import CatMetric, Metric, PearsonCorrCoef
 from torchmetrics.retrieval import RetrievalMAP
 
+from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.namespace import sync_metrics_through
 from tests.comm.simulated import InProcessWorld
 from tests.strategies.evaluations import SIZES, Evaluated
 from tests.strategies.workers import Outcomes
+from tests.support import run_ranks
 
 SCENARIOS = "tests.strategies.evaluations"
 pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
@@ -78,6 +81,35 @@ def test_limits_count_batches_of_each_rank(ranks: Outcomes, limit: str, counts: 
             assert answer["logged"][f"sum/dataloader_idx_{number}"] == count * (count - 1) / 2
 
 
+@pytest.mark.processes
+def test_a_signal_within_a_validation_ends_it_in_a_step(ranks: Outcomes) -> None:
+    for number, answer in enumerate(ranks("told")):
+        assert answer["codes"] == [0, 75, 0]
+        assert answer["saved"] == [4, "preemption", [0, 1, 2]]
+        assert answer["first"]["2"] == 7
+        assert 2 <= answer["first"]["4"] < 7, "a few batches after the second one"
+        assert answer["second"] == {"4": 7, "6": 7}, "the whole validation again"
+        assert answer["equal"], number
+
+
+@pytest.mark.processes
+def test_a_validation_of_other_weights_ends_before_a_save(ranks: Outcomes) -> None:
+    for answer in ranks("told_with_other_weights"):
+        assert answer["codes"] == [0, 75, 0]
+        assert answer["first"] == {"2": 7, "4": 7}
+        assert answer["equal"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_signal_within_a_long_step_saves_the_state_before(step: int, tmp_path: Path) -> None:
+    kwargs = {"folder": str(tmp_path), "step": step}
+    results = run_ranks("tests.strategies.evaluations:stop_in_a_step", 3, kwargs=kwargs, check=False, timeout=120)
+    assert [result.returncode for result in results] == [75, 75, 75], "\n".join(map(str, results))
+    saved = [entry for entry in CheckpointStore(tmp_path).entries() if entry.manifest is not None]
+    assert [entry.step for entry in saved] == ([3] if step else []), "without a step there is nothing to save"
+
+
 def of_three_ranks(make: Any, update: Any) -> list[Any]:
     """What each of three ranks computes of a metric that ``update`` has updated with the rank's samples."""
 
@@ -103,6 +135,9 @@ PARTS = ((0, 7), (7, 7), (7, 10))
 
 
 class Listed(Metric):
+    whole: Any
+    joined: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.add_state("whole", [], dist_reduce_fx=None)

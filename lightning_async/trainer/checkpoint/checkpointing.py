@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 import uuid
@@ -72,6 +73,7 @@ class Checkpointing:
         self._pace: SaveCoordinator | None = None
         self._preempted = Preemption(trainer)
         self.resume.told = self._preempted.is_told
+        self._preempted.on_late = self._leave_late
         self._left_alone = False
         """Whether this rank was told to stop, and could not wait for the other ranks at the sync point `STOP`."""
         self._undo: list[Undo] = []
@@ -189,6 +191,7 @@ class Checkpointing:
     def _boundary(self) -> None:
         """Poll the saver at a safe point, and let the save coordinator save if a save is due."""
         self._recovery.got_on = True
+        self._preempted.acts = self._preempted.told
         if self.saver is None or self._pace is None:
             return
         if self.resume.where == "batch":
@@ -270,6 +273,30 @@ class Checkpointing:
             self._save_what_was(exception, "preemption")
         self._trainer._signal_connector.received_sigterm = True
         raise pytorch("utilities.exceptions").SIGTERMException(TRY_AGAIN) from exception
+
+    def _leave_late(self) -> bool:
+        """Save the last safe point, and end this process; called on another thread while a step takes too long.
+
+        Returns False if the step is not at a moment from which training can be resumed.
+        """
+        position = self.resume.points.step_position
+        position.held.clear()
+        try:
+            # The main thread sets the phase before it looks whether it is held.
+            if position.within not in (StepPhase.BATCH, StepPhase.NOTHING):
+                return False
+            error = AsyncTrainingError("it was told to stop, and was in one step for too long")
+            if self._pace is not None and self._pace.fail(error, "preemption"):
+                assert self.saver is not None
+                self.saver.wait(FAILED_S)
+            log.warning("Rank %d was told to stop within a long step: it ends before that step.", self._names.mine)
+            self._trainer.strategy.on_exception(error)
+        except Exception as error:
+            log.error("Rank %d cannot save within a step: %r", self._names.mine, error)
+            return False
+        finally:
+            position.held.set()
+        os._exit(TRY_AGAIN)
 
     def _meets(self, exception: BaseException) -> bool:
         """Wait for all ranks at the sync point at which all leave training early; return False if that is impossible.

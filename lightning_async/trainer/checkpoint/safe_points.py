@@ -23,6 +23,7 @@ import contextlib
 import copy
 import enum
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -542,6 +543,9 @@ class StepPosition:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.within = StepPhase.NOTHING
+        self.held = threading.Event()
+        """Whether the main thread may begin an optimizer step; cleared while another thread saves."""
+        self.held.set()
         self._accumulates = False
         self._steps = 0
         """Number of nested optimizer steps in progress: the step of a subclass may call the step of its base class."""
@@ -586,6 +590,7 @@ class StepPosition:
         original(*args, **kwargs)
         # The optimizer's step follows, and may fail with a part of the parameters written.
         self.within = StepPhase.STEP
+        self.held.wait()
 
     def _begin_step(self, *_: Any) -> None:
         self._steps += 1

@@ -2,7 +2,7 @@
 
 `EpochAssignment` knows each rank's part of the epoch and its position. `LostRankData` redistributes the parts of lost
 ranks, `JoinerData` gives a joining rank its part, and `EmptyShards` carries ranks without data through an epoch.
-`SamplerResize` divides later epochs among the present ranks, and `ValidationTakeover` and `ConsistentMetrics` do the
+`SamplerResize` divides later epochs among the present ranks, and `UnevenEvaluation` and `ConsistentMetrics` do the
 same for validations and metrics. `Balancing` gives faster ranks larger batches. `JoinState` is the state of Lightning
 that a joining rank takes over. The arithmetic of partitions is in `lightning_async.data`, which knows no Lightning.
 

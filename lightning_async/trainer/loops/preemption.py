@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -29,6 +30,8 @@ TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
 _SAME_S = 1.0
 """Seconds within which a repeated signal is the same one: launchers signal a process and its group."""
 _REQUEUE_S = 60.0
+_LATE_S = 15.0
+"""Seconds until another thread acts in place of the main one; schedulers kill a job half a minute after the signal."""
 _LOOK_S = 0.01
 
 
@@ -56,6 +59,10 @@ class Preemption:
         self._trainer = trainer
         self.told = False
         """Whether this rank has received the signal."""
+        self.acts = False
+        """Whether the main thread has come to a safe point since the signal."""
+        self.on_late: Callable[[], bool] = lambda: False
+        """Function that leaves from another thread; returns False if that is impossible at the moment."""
         self._told_at = 0.0
         self._requeues = False
         self._users: Callable[[int, Any], Any] | None = None
@@ -119,6 +126,13 @@ class Preemption:
         if not self.told:
             self._told_at = time.monotonic()
             self.told = True
+            threading.Thread(target=self._wait_for_main, name="lightning_async-preemption", daemon=True).start()
+
+    def _wait_for_main(self) -> None:
+        """Leave from this thread if the main thread stays within one step, such as one that compiles the model."""
+        time.sleep(_LATE_S)
+        while not self.acts and not self._trainer._signal_connector.received_sigterm and not self.on_late():
+            time.sleep(1.0)
 
     def _at_the_end(self, signals: Any) -> None:
         """Patch the teardown of ``signals``, so that it calls the user's own handler of SIGTERM, if a signal came.
