@@ -151,7 +151,7 @@ def test_a_folder_loads_wherever_lightning_loads_a_file(tmp_path: Path) -> None:
     assert tested.tested == float(module.net[0].weight.detach().sum())  # pyright: ignore
     # A file of Lightning's own still loads.
     torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.0"}, tmp_path / "own.ckpt")
-    assert torch.equal(Sized.load_from_checkpoint(tmp_path / "own.ckpt").net[0].weight, module.net[0].weight)
+    assert torch.equal(Sized.load_from_checkpoint(tmp_path / "own.ckpt").net[0].weight, module.net[0].weight)  # pyright: ignore
 
 
 def test_a_folder_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:

@@ -160,9 +160,9 @@ def continue_files(loggers: Sequence[Any], step: int) -> None:
     for logger in loggers:
         writer = getattr(logger, "_experiment", None)
         if isinstance(writer, ExperimentWriter) and vars(writer).pop("_is_unchecked", False):
-            logger._experiment = ContinuedLogger(logger.log_dir, step)
-            logger._experiment.hparams.update(writer.hparams)
-            logger._experiment.metrics = writer.metrics
+            logger._experiment = continued = ContinuedLogger(logger.log_dir, step)
+            continued.hparams.update(writer.hparams)
+            continued.metrics = writer.metrics
 
 
 def _is_known(logger: Any) -> bool:
