@@ -24,6 +24,7 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.checkpoint.checkpoint_recovery import load_folders
 from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
 from lightning_async.trainer.checkpoint.save_timing import Settings
+from lightning_async.trainer.loops.loggers import keep_files_until_saved
 from lightning_async.trainer.loops.preemption import TRY_AGAIN
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import check_object, pytorch
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 else:
     Checkpoint = pytorch("callbacks").Checkpoint
 
-# Here, and not in a fit, because scripts load checkpoints of earlier programs.
+# Here, and not in a fit: scripts load checkpoints of earlier programs, and loggers open files before callbacks run.
 load_folders()
+keep_files_until_saved()
 
 Busy = Literal["latest", "wait", "skip"]
 Objects = Literal["refuse", "pickle"]

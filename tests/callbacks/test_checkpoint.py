@@ -334,7 +334,7 @@ def test_damage_is_named_and_set_aside(tmp_path: Path, caplog: pytest.LogCapture
     assert [path.name for path in tmp_path.iterdir() if "damaged" in path.name] == [f"{newest.name}.damaged-1"]
 
 
-def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def forge(folder: Path, change: Callable[[Any], object]) -> None:
     """Change what rank 0 has saved in the newest checkpoint, and make all checksums right."""
     store = CheckpointStore(folder)
     (newest, *_) = store.entries()

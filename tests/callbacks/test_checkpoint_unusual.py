@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import os
 import signal
 import subprocess
@@ -103,7 +104,7 @@ def test_the_last_save_is_of_the_end_even_where_the_last_step_was_saved(tmp_path
 
 class Evaluated(Noisy):
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.tested = float(self.net[0].weight.sum())  # pyright: ignore
+        self.tested = float(self.net[0].weight.detach().sum())  # pyright: ignore
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -147,10 +148,10 @@ def test_a_folder_loads_wherever_lightning_loads_a_file(tmp_path: Path) -> None:
     assert Data.load_from_checkpoint(path).hparams.name == "digits"  # pyright: ignore[reportAttributeAccessIssue]
     # In a program that trains nothing, so that no callback of this package reads it.
     trainer_of().test(tested := Evaluated(), whole_data(), ckpt_path=path)
-    assert tested.tested == float(module.net[0].weight.sum())  # pyright: ignore
+    assert tested.tested == float(module.net[0].weight.detach().sum())  # pyright: ignore
     # A file of Lightning's own still loads.
     torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.0"}, tmp_path / "own.ckpt")
-    assert torch.equal(Sized.load_from_checkpoint(tmp_path / "own.ckpt").net[0].weight, module.net[0].weight)
+    assert torch.equal(Sized.load_from_checkpoint(tmp_path / "own.ckpt").net[0].weight, module.net[0].weight)  # pyright: ignore
 
 
 def test_a_folder_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
@@ -174,6 +175,48 @@ def test_the_other_namespace_loads_folders_as_well(tmp_path: Path) -> None:
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert "loaded 6" in out.stdout, out.stderr
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Logged(Sized):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def test_a_csv_file_of_two_lives_is_that_of_one(tmp_path: Path) -> None:
+    """Killed after step 14, with steps 13 and 14 logged and the newest checkpoint of step 12."""
+
+    def logger_of(name: str) -> Any:
+        return pl.loggers.CSVLogger(tmp_path, name="", version=name, flush_logs_every_n_steps=1)
+
+    def life(name: str, *callbacks: Any) -> None:
+        options = {"logger": logger_of(name), "log_every_n_steps": 1}
+        train(every(tmp_path / "saved" / name, 4), *callbacks, module=Logged(len(callbacks)), **options)
+
+    life("whole")
+    with contextlib.suppress(Interrupted):
+        life("parts", At(14, interrupt))
+    first = rows_of(tmp_path / "parts")
+    assert [int(row["step"]) for row in first] == list(range(14))
+    life("parts")
+    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
+    assert [int(row["step"]) for row in rows_of(tmp_path / "parts")] == list(range(BATCHES * EPOCHS))
+    assert "size: 0" in (tmp_path / "parts" / "hparams.yaml").read_text(), "of the life that wrote last"
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+def test_a_fit_from_scratch_begins_a_csv_file_anew(tmp_path: Path) -> None:
+    for count in (2, 1):
+        logger = pl.loggers.CSVLogger(tmp_path, name="", version="run", flush_logs_every_n_steps=1)
+        options = {"logger": logger, "log_every_n_steps": 1, "max_epochs": count}
+        train(every(tmp_path / str(count), 4, recover=None), module=Logged(), **options)
+        assert len(rows_of(tmp_path / "run")) == count * BATCHES
 
 
 class Poisoned(Noisy):

@@ -39,6 +39,7 @@ from lightning_async.trainer.checkpoint.saves import (
 )
 from lightning_async.trainer.environment.environments import StableIds, names_of
 from lightning_async.trainer.environment.settings import check_saved
+from lightning_async.trainer.loops.loggers import continue_files
 from lightning_async.trainer.loops.preemption import TRY_AGAIN, Preemption
 from lightning_async.trainer.namespace import Undo, in_words, override, pytorch, searches_lr, set_for_now, take_back
 from lightning_async.trainer.strategy_view import view_of
@@ -171,6 +172,8 @@ class Checkpointing:
         """
         original()
         trainer = self._trainer
+        if self._recovery.entry is not None and trainer.is_global_zero:
+            continue_files(trainer.loggers, trainer.fit_loop.epoch_loop._batches_that_stepped)
         if self.saver is not None:
             apart = view_of(trainer.strategy).averager is not None
             # Reserve before the first batch, so that a value that cannot be saved or a lack of memory shows now.

@@ -1,4 +1,4 @@
-"""Failover of loggers: the next rank 0 writes to the same place as the lost one, and keeps what is there.
+"""Failover of loggers: the next rank 0, or a resumed fit, writes to the same place, and keeps what is there.
 
 On ranks other than 0, Lightning's loggers do nothing. The next rank 0 opens its loggers with the first row that it
 logs. A TensorBoardLogger begins another file of events beside the existing ones. A CSVLogger would delete the existing
@@ -11,13 +11,14 @@ import contextlib
 import csv
 import io
 import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.namespace import Undo, override_for_users, pytorch, take_back
+from lightning_async.trainer.namespace import Undo, override, override_for_users, pytorch, take_back
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +29,17 @@ ExperimentWriter: Any = pytorch("loggers.csv_logs").ExperimentWriter
 
 
 class ContinuedLogger(ExperimentWriter):
-    """A writer that appends to the files of a `CSVLogger`. It opens and reads these files at its first use."""
+    """A writer that appends to the files of a `CSVLogger`. It opens and reads these files at its first use.
 
-    def __init__(self, log_dir: str) -> None:
+    Args:
+        log_dir: Folder of the files.
+        before: Step from which on the rows in the file are dropped, because these steps are trained again. Default:
+            infinity, no rows are dropped.
+    """
+
+    def __init__(self, log_dir: str, before: float = math.inf) -> None:
         self._place = log_dir
+        self._before = before
         self.is_open = False
 
     def __getattr__(self, name: str) -> Any:
@@ -70,9 +78,9 @@ class ContinuedLogger(ExperimentWriter):
         whole, end, torn = text.rpartition("\n")
         if not whole:
             self._fs.rm_file(self.metrics_file_path)
-        # Its writer was killed within a row, which is dropped.
-        elif torn:
-            _write(self, whole + end)
+        # Its writer may have been killed within a row, which is dropped.
+        elif torn or self._before < math.inf:
+            _write(self, whole + end, self._before)
 
 
 def _save(writer: Any, save: Callable[[], None]) -> None:
@@ -103,10 +111,11 @@ def _rewrite(writer: Any) -> None:
         _write(writer, file.read())
 
 
-def _write(writer: Any, text: str) -> None:
+def _write(writer: Any, text: str, before: float = math.inf) -> None:
     """Replace the CSV writer's file by a new one with the rows of ``text``, which is CSV with a header.
 
-    The new file has the columns of ``text`` and those of the writer. The writer then has all these columns, too.
+    Rows of the step ``before`` and of later ones are left out. The new file has the columns of ``text`` and those of
+    the writer. The writer then has all these columns, too.
     """
     rows = csv.DictReader(io.StringIO(text, newline=""))
     beside = f"{writer.metrics_file_path}.new"
@@ -114,8 +123,46 @@ def _write(writer: Any, text: str) -> None:
     with writer._fs.open(beside, "w", newline="") as file:
         into = csv.DictWriter(file, writer.metrics_keys, extrasaction="ignore")
         into.writeheader()
-        into.writerows(rows)
+        into.writerows(row for row in rows if _step(row) < before)
     writer._fs.mv(beside, writer.metrics_file_path)
+
+
+def _step(row: Mapping[str, str]) -> float:
+    try:
+        return float(row.get("step") or -math.inf)
+    except ValueError:
+        return -math.inf
+
+
+def keep_files_until_saved() -> None:
+    """Make CSV writers delete an earlier file with their first save, as Lightning's warning says, and not at once.
+
+    Lightning makes the writers before a callback or strategy knows whether the fit is resumed.
+    """
+    check_now = ExperimentWriter._check_log_dir_exists
+
+    def check(original: Callable[..., None], writer: Any) -> None:
+        writer._is_unchecked = writer._fs.isfile(writer.metrics_file_path)
+        if not writer._is_unchecked:
+            original(writer)
+
+    def save(original: Callable[..., None], writer: Any) -> None:
+        if writer.metrics and vars(writer).pop("_is_unchecked", False):
+            check_now(writer)
+        original(writer)
+
+    override(ExperimentWriter, "_check_log_dir_exists", check)
+    override(ExperimentWriter, "save", save)
+
+
+def continue_files(loggers: Sequence[Any], step: int) -> None:
+    """Let the CSV loggers of a resumed fit append to the files of the earlier program, up to ``step``; on rank 0."""
+    for logger in loggers:
+        writer = getattr(logger, "_experiment", None)
+        if isinstance(writer, ExperimentWriter) and vars(writer).pop("_is_unchecked", False):
+            logger._experiment = continued = ContinuedLogger(logger.log_dir, step)
+            continued.hparams.update(writer.hparams)
+            continued.metrics = writer.metrics
 
 
 def _is_known(logger: Any) -> bool:
