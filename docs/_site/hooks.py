@@ -50,7 +50,7 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in the failure tables, and mark the equations of a page, which stand in brackets as in LaTeX."""
     # The site has what a page says to be missing on a code host.
-    markdown = re.sub(r"^On a code host .*\n\n", "", markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^(On a code host|The tables below are empty) .*\n\n", "", markdown, flags=re.MULTILINE)
     parts = re.split(r"(^```.*?^```$)", failures.fill(markdown), flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else marked(part) for part in parts)
 
