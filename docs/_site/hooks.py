@@ -34,7 +34,10 @@ def diagram(source: str, *_: Any, **__: Any) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Give the fences ``math`` and ``mermaid`` to the Markdown extensions."""
+    """Give the fences ``math`` and ``mermaid`` to the Markdown extensions, and the package's version to the footer."""
+    package = Path(__file__).parents[2] / "lightning_async" / "__init__.py"
+    (version,) = re.findall(r'^__version__ = "(.+)"$', package.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    config.copyright = f"lightning_async {version}"
     config.mdx_configs["pymdownx.superfences"] = {
         "custom_fences": [
             {"name": "math", "class": "math", "format": equation},
