@@ -15,15 +15,18 @@ Doctests of the package run with the other tests (`--doctest-modules` in pyproje
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import inspect
 import itertools
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -233,6 +236,68 @@ def test_what_is_said_to_run_a_command_exists(command: str):
     if command.startswith("make "):
         target = command.split()[1]
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+TARGETS = {
+    **dict.fromkeys(("test", "check", "horovod", "native", "docs"), ".ci/run"),
+    **dict.fromkeys(("lint", "types"), "make check"),
+    "venv": "make test",
+    "ask": "a prerequisite of the environment, without a recipe",
+    "demo": "tests/examples/test_char_lm.py",
+    "gpu": "tests/ops/test_gpu_script.py",
+    "dist": "tests/test_packaging.py",
+    "projects": "tests/projects",
+    **dict.fromkeys(("bench", "kills", "soak", "servers"), "test_a_recipe_has_arguments_that_its_module_takes"),
+    **dict.fromkeys(("help", "format", "docs-serve", "clean"), "test_a_target_expands"),
+}
+"""Every target of the Makefile, and what runs it. The last two rows are expanded here, and not run: they take minutes,
+have no end, or change the clone."""
+
+
+def recipe(target: str) -> str:
+    """Return the commands of a target, as `make` would run them in an environment that is complete."""
+    ready = [f"--assume-old=.venv/{name}" for name in (".torch", *map(".ready-{}".format, ("test", "soak", "docs")))]
+    command = ["make", "-n", "--no-print-directory", *ready, target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_every_target_of_the_makefile_is_run_by_something() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (phony,) = re.findall(r"^\.PHONY: (.+)$", makefile, flags=re.MULTILINE)
+    assert sorted(TARGETS) == sorted(phony.split())
+    for target, runner in TARGETS.items():
+        if runner == ".ci/run":
+            assert re.search(rf"^make {target}$", (ROOT / runner).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        elif runner.startswith("tests/"):
+            assert (ROOT / runner).exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "target", [target for target, runner in TARGETS.items() if target != "ask" and runner != ".ci/run"]
+)
+def test_a_target_expands(target: str) -> None:
+    """Of `check`, which .ci/run runs, make would run the tests even so: its recipe calls make."""
+    assert recipe(target)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("target", ["bench", "kills", "soak", "servers"])
+def test_a_recipe_has_arguments_that_its_module_takes(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parsed(Exception):
+        pass
+
+    def parse(parser: argparse.ArgumentParser, arguments: Any = None, namespace: Any = None) -> Any:
+        _, unknown = parser.parse_known_args(arguments, namespace)
+        raise Parsed(unknown)
+
+    commands = [shlex.split(line) for line in recipe(target).splitlines() if " -m tests.benchmarks." in line]
+    assert commands
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    for command in commands:
+        module = command[command.index("-m") + 1]
+        with pytest.raises(Parsed, match=r"^\[\]$"):
+            importlib.import_module(module).main(command[command.index(module) + 1 :])
 
 
 @pytest.mark.processes

@@ -34,7 +34,10 @@ def diagram(source: str, *_: Any, **__: Any) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Give the fences ``math`` and ``mermaid`` to the Markdown extensions."""
+    """Give the fences ``math`` and ``mermaid`` to the Markdown extensions, and the package's version to the footer."""
+    package = Path(__file__).parents[2] / "lightning_async" / "__init__.py"
+    (version,) = re.findall(r'^__version__ = "(.+)"$', package.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    config.copyright = f"lightning_async {version}"
     config.mdx_configs["pymdownx.superfences"] = {
         "custom_fences": [
             {"name": "math", "class": "math", "format": equation},
@@ -50,7 +53,7 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in the failure tables, and mark the equations of a page, which stand in brackets as in LaTeX."""
     # The site has what a page says to be missing on a code host.
-    markdown = re.sub(r"^On a code host .*\n\n", "", markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^(On a code host|The tables below are empty) .*\n\n", "", markdown, flags=re.MULTILINE)
     parts = re.split(r"(^```.*?^```$)", failures.fill(markdown), flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else marked(part) for part in parts)
 

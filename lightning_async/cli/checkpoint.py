@@ -199,9 +199,11 @@ def _prune(store: CheckpointStore, options: argparse.Namespace) -> int:
             print(f"{entry.name:<24} {'would be deleted' if options.dry_run else 'deleted'}")
             if not options.dry_run:
                 store.remove(entry)
-        if not options.dry_run:
-            for name in store.clean(damaged=options.damaged):
-                print(f"{name:<24} deleted")
+        leftovers = [] if options.dry_run else store.clean(damaged=options.damaged)
+        for name in leftovers:
+            print(f"{name:<24} deleted")
+        if not gone and not leftovers:
+            print("nothing to delete")
     return 0
 
 

@@ -324,7 +324,8 @@ class JoinCoordinator(CollectiveCallback):
         run = count_run(ready.run)
         joining_rank = for_life(ready.joining_rank)
         size = len(ready.names)
-        words = f"Rank {rank}: rank {joining_rank} has joined, and {size} replicas train from here."
+        who = f"Rank {rank}" if rank == joining_rank else f"Rank {rank}: rank {joining_rank}"
+        words = f"{who} has joined, and {size} replicas train from here."
         tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=size)
         strategy.saved.go_on({**averager.state_dict(), **gathered}, averager.gathered())
         # Before the map of live ranks is read, because the old engine changes it when a rank is lost.

@@ -119,6 +119,13 @@ class LocalSteps(StepRunner):
         self._skipped = True
         self._without_loss += 1
 
+    def unstepped(self) -> list[float]:
+        return [self._samples, self._without_loss]
+
+    def restore_unstepped(self, counts: list[float]) -> None:
+        self._samples = counts[0]
+        self._without_loss = int(counts[1])
+
     @property
     def missed_steps(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         ledger = self._averager.ledger

@@ -130,6 +130,13 @@ class PushSamples(SampleCounts):
         self._since -= self.batch
         self.batch = 0.0
 
+    def counts(self) -> list[float]:
+        """Return the counts of batches that no step has used yet, for `restore`."""
+        return [0.0, 0.0, *self.samples] if self.spent else [self._since, self._reported, *self.samples]
+
+    def restore(self, counts: list[float]) -> None:
+        (self._since, self._reported, *self.samples) = counts
+
     def drop(self) -> None:
         """Record that the samples so far are not reported to the servers, because their gradients were dropped."""
         self._reported = self._since
@@ -401,6 +408,12 @@ class PushSteps(StepRunner, SyncPointParticipant):
         """Leave the current batch uncounted, because `training_step` returned None in automatic optimization."""
         self._batches.see()
         self._samples.skip()
+
+    def unstepped(self) -> list[float]:
+        return self._samples.counts()
+
+    def restore_unstepped(self, counts: list[float]) -> None:
+        self._samples.restore(counts)
 
     def backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward pass; gradients may be sent during the last pass before a step."""

@@ -95,6 +95,13 @@ class StepRunner:
         """
         return False
 
+    def unstepped(self) -> list[float]:
+        """Return the counts of those batches that no optimizer step has used yet, for a checkpoint."""
+        return []
+
+    def restore_unstepped(self, counts: list[float]) -> None:
+        """Go on with ``counts``, a result of `unstepped` at a save within an accumulation of gradients."""
+
     def complete_summary(self) -> None:
         """Add counts that other processes have, such as servers, to the run's summary, at the last sync point."""
 

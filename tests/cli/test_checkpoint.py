@@ -73,6 +73,10 @@ def test_prune_keeps_what_it_is_told_and_what_is_needed(store: CheckpointStore, 
     assert "000006-step-60.tmp-dead  deleted" in capsys.readouterr().out
     assert main(["checkpoint", "prune", store.dirpath, "--latest", "1", "--damaged"]) == 0
     assert sorted(os.listdir(store.dirpath)) == [".claim", ".ranks", "000002-step-20", "000004-step-40", "notes.txt"]
+    capsys.readouterr()
+    for options in (["--dry-run"], []):
+        assert main(["checkpoint", "prune", store.dirpath, "--latest", "2", *options]) == 0
+        assert capsys.readouterr().out == "nothing to delete\n"
 
 
 class Net(pl.LightningModule):

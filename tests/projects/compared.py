@@ -65,7 +65,12 @@ def marks(*libraries: str) -> list[pytest.MarkDecorator]:
     """
     missing = [each for each in libraries if importlib.util.find_spec(each) is None]
     reason = f"{', '.join(missing)} not installed: `make projects` installs all"
-    return [pytest.mark.project, pytest.mark.timeout(580), pytest.mark.skipif(bool(missing), reason=reason)]
+    return [
+        pytest.mark.project,
+        pytest.mark.processes,
+        pytest.mark.timeout(580),
+        pytest.mark.skipif(bool(missing), reason=reason),
+    ]
 
 
 def run(module: str) -> dict[str, Told]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_async import DeltaMean, EveryNSteps, Mean, Synchronous
+from lightning_async import DeltaMean, EveryNSteps, Mean, ParameterServerStrategy, Synchronous
 from tests.resume.problem import FEATURES, Net, Sized, Training, goes_on
 from tests.strategies.workers import rank, scenario, together
 
@@ -56,6 +56,26 @@ def synchronous(folder: Path) -> list[str]:
 def synchronous_last_batch(folder: Path) -> list[str]:
     """The validation that is due with it is yet to come, where all ranks have ended the epoch."""
     return _goes_on(folder, lambda: together(DeltaMean(), Synchronous()), Plain, LAST_BATCH)
+
+
+class WithoutALoss(Plain):
+    """Has no loss of rank 1's second batch in each epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if rank() == 1 and batch_idx == 1 else loss
+
+
+@scenario
+def none_in_step(folder: Path) -> list[str]:
+    strategy = lambda: together(DeltaMean(), Synchronous())  # noqa: E731
+    return _goes_on(folder, strategy, WithoutALoss, ["batch 1:2"], accumulate_grad_batches=4, val_check_interval=4)
+
+
+@scenario
+def none_on_servers(folder: Path) -> list[str]:
+    strategy = lambda: ParameterServerStrategy("sync", min_replicas=2)  # noqa: E731
+    return _goes_on(folder, strategy, WithoutALoss, ["batch 1:2"], accumulate_grad_batches=4, val_check_interval=4)
 
 
 @scenario

@@ -28,6 +28,13 @@ def test_the_validation_that_is_due_with_the_last_batch_of_an_epoch(ranks: Outco
         assert names == LAST_BATCH
 
 
+@pytest.mark.parametrize("scenario", ["none_in_step", "none_on_servers"])
+def test_a_batch_without_loss_counts_after_a_resume(scenario: str, ranks: Outcomes) -> None:
+    """It came before the save, in the accumulation that goes on."""
+    for names in ranks(scenario):
+        assert names == ["batch 1:2"]
+
+
 def test_a_rank_less(ranks: Outcomes, tmp_path: Path) -> None:
     """What two ranks have left of an epoch, one takes: each sample once."""
     first = [index for indices in ranks("two_ranks") for index in indices]

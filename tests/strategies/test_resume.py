@@ -89,7 +89,8 @@ def test_a_checkpoint_saved_after_an_evaluation_holds_the_state_that_goes_with_i
 
 def test_a_checkpoint_that_was_only_evaluated_has_no_part_in_a_fit(ranks: Outcomes) -> None:
     for told in ranks("fit_after_an_evaluation"):
-        assert told == {"same rule": 0.0, "other rule": 0.0}
+        # A mean of equal models with unequal weights rounds: 3e-8 were seen where a round had one rank's step more.
+        assert max(told.values()) < 1e-6, told
 
 
 def test_a_checkpoint_is_an_ordinary_one(ranks: Outcomes) -> None:

@@ -320,6 +320,7 @@ class SafePoints:
             "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
             "stepped": epoch._batches_that_stepped,
             "window": self._window(),
+            "unstepped": view_of(trainer.strategy).step_runner.unstepped(),
             "is_last_batch": epoch.batch_progress.is_last_batch,
             "val_reloaded": epoch.val_loop._last_val_dl_reload_epoch,
             "val_batches": dict(getattr(epoch.val_loop, "_seen_batches_per_dataloader", {})),
@@ -361,6 +362,8 @@ class SafePoints:
             trainer.model.require_forward_param_sync = state["syncs_buffers"]
         if (averages := averaged_models_of(trainer)) is not None:
             averages.go_on(state["averaged"])
+        if state["unstepped"]:
+            view_of(trainer.strategy).step_runner.restore_unstepped(state["unstepped"])
         parameters = dict(module.named_parameters())
         for name, gradient in state["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name].device, copy=True)
@@ -392,6 +395,7 @@ class SafePoints:
             state["gradients"] = {name: gradient * factor for name, gradient in gradients.items()}
             outcome = f"count as {place} of the {length} batches of the window that goes on"
         elif made and gradients:
+            state["unstepped"] = []
             outcome = "are lost, as the next batch begins a window"
         elif place:
             outcome = f"are none: the first optimizer step has those of {length - place} batches, divided by {length}"

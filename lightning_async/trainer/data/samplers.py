@@ -517,7 +517,7 @@ def resized(
         for of_ranks in zip(*loaders, strict=True)
     ]
     random = base["random"] if own or rank < len(states) else of_another(base["random"], rank)
-    unsaved = {**base["unsaved"], "gradients": {}, "left": left}
+    unsaved = {**base["unsaved"], "gradients": {}, "unstepped": [], "left": left}
     return {**base, "loaders": positions, "random": random, "unsaved": unsaved, "resized": True}
 
 
