@@ -121,7 +121,7 @@ def test_ranks_that_step_together_take_it_in_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("windows", [2, "until_reduced"])
 def test_windows_of_gradients_are_gathered_with_it(windows: Any, tmp_path: Path) -> None:
-    """All have the same optimizer state, its own included, and each sample of an epoch is in one window."""
+    """All have the same optimizer state and rates, its own included, and each sample of an epoch is in one window."""
     with ranks(tmp_path, 1, windows=windows, saves=True) as group:
         results = group.join()
     said = told(results, [0, 2, 3])
