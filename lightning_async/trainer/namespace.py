@@ -447,10 +447,9 @@ class OwnSteps:
         Raises:
             RuntimeError: the other ranks cannot take part in such a step.
         """
-        before = [_versions(optimizer) for optimizer in self._unstepped]
-        tried = list(zip(self._unstepped, before, strict=True))
+        before = [(optimizer, _versions(optimizer)) for optimizer in self._unstepped]
         original(*args, **kwargs)
-        for optimizer, versions in tried:
+        for optimizer, versions in before:
             changed = [now != then for now, then in zip(_versions(optimizer), versions, strict=False)]
             if not any(optimizer is each for each in self._unstepped) or 2 * sum(changed) <= len(changed):
                 continue
@@ -469,8 +468,7 @@ class OwnSteps:
     @contextmanager
     def taking(self, optimizer: Optimizer) -> Iterator[None]:
         """Record, within the block, that Lightning takes a step of this optimizer."""
-        if self._unstepped:
-            self._unstepped = [each for each in self._unstepped if each is not optimizer]
+        self._unstepped = [each for each in self._unstepped if each is not optimizer]
         new = {id(optimizer)} - self._under_way
         self._under_way |= new
         try:

@@ -43,12 +43,19 @@ class UntilBack(Seen):
         mode: of a joining rank: what is wrong with it.
         until: so many ranks are there.
         leaves: all others die an epoch after it is back, and it ends an epoch after that.
+        by_step: the rate falls within epochs, too.
     """
 
     def __init__(
-        self, deaths: dict[str, tuple[str, int, int]], mode: str, until: int = RANKS, leaves: bool = False
+        self,
+        deaths: dict[str, tuple[str, int, int]],
+        mode: str,
+        until: int = RANKS,
+        leaves: bool = False,
+        by_step: bool = False,
     ) -> None:
         super().__init__(deaths)
+        self._by_step = by_step
         self.register_buffer("seen", torch.zeros(1), persistent=False)
         self._mode, self._since, self._until = mode, 0, until
         self._leaves, self._came = leaves, 1000
@@ -85,7 +92,11 @@ class UntilBack(Seen):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)]
+        schedulers: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)]
+        if self._by_step:
+            by_step = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9999)
+            schedulers.append({"scheduler": by_step, "interval": "step", "frequency": 6})
+        return [optimizer], schedulers
 
 
 def train(
@@ -116,7 +127,7 @@ def train(
         strategy = AsyncGradientStrategy(windows, timeouts=DEADLINES, min_replicas=fewest, max_replicas=most)
     if served is not None:
         strategy = ParameterServerStrategy(served, timeouts=DEADLINES, min_replicas=fewest, max_replicas=most)
-    module = UntilBack(deaths, mode, most or RANKS, leaves)
+    module = UntilBack(deaths, mode, most or RANKS, leaves, by_step=windows is not None)
     logger = pytorch("loggers").CSVLogger(folder, name="log")
     stopping = pytorch("callbacks").EarlyStopping("val_loss", patience=1000)
     best = pytorch("callbacks").ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=2)

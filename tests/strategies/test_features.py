@@ -121,9 +121,8 @@ def test_bf16_mixed(ranks: Outcomes, kind: str) -> None:
     assert distance(told[0]["flat"], flat(train_alone(EIGHT))) < 1e-2
 
 
-@pytest.mark.parametrize("kind", ["mean", "synchronous"])
-def test_float64(ranks: Outcomes, kind: str) -> None:
-    told = [rank[f"64-true {kind}"] for rank in ranks("precisions")]
+def test_float64(ranks: Outcomes) -> None:
+    told = [rank["64-true mean"] for rank in ranks("precisions")]
     assert_equal_models(told)
     expected = train_alone([(x.double(), y.double()) for x, y in EIGHT], module=problem.network().double())
     assert distance(told[0]["flat"], flat(expected)) < 1e-6

@@ -19,6 +19,7 @@ from lightning_async.comm.collectives import Collectives
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.loop_patches import Validation
 from lightning_async.trainer.loops.updates import SharedLearningRates
+from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.strategy_view import StrategyView
 from tests.comm.simulated import InProcessWorld
 from tests.strategies.live_rank_workers import SAMPLES
@@ -121,7 +122,7 @@ def test_ranks_that_step_together_take_it_in_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("windows", [2, "until_reduced"])
 def test_windows_of_gradients_are_gathered_with_it(windows: Any, tmp_path: Path) -> None:
-    """All have the same optimizer state, its own included, and each sample of an epoch is in one window."""
+    """All have the same optimizer state and rates, its own included, and each sample of an epoch is in one window."""
     with ranks(tmp_path, 1, windows=windows, saves=True) as group:
         results = group.join()
     said = told(results, [0, 2, 3])
@@ -249,3 +250,30 @@ def test_two_new_ranks_save_with_all_others(tmp_path: Path, how: dict[str, Any])
         assert {ended(result)["world_size"] for result in group.join()} == {4}
     saved = [entry.manifest.ranks for entry in CheckpointStore(tmp_path / "saved").entries() if entry.manifest]
     assert saved[0] == (0, 1, 4, 5)
+
+
+def test_a_frequency_goes_on_on_a_rank_that_joins() -> None:
+    """After 8 steps of earlier epochs and 2 of this one, Lightning begins the epoch's count anew on this rank."""
+    stepped: list[int] = []
+    current = SimpleNamespace(completed=2)
+    optimizer = SimpleNamespace(step=SimpleNamespace(current=current))
+    automatic = SimpleNamespace(optim_progress=SimpleNamespace(optimizer=optimizer))
+    schedule = pytorch("utilities.types").LRSchedulerConfig(None, interval="step", frequency=3)
+    strategy = SimpleNamespace(lr_scheduler_configs=[schedule])
+
+    def update(interval: str, watches: bool) -> None:
+        stepped.extend([loop.global_step] * len(strategy.lr_scheduler_configs))
+
+    loop: Any = SimpleNamespace(global_step=10, automatic_optimization=automatic, _update_learning_rates=update)
+    trainer = SimpleNamespace(
+        strategy=strategy, fit_loop=SimpleNamespace(epoch_loop=loop), accumulate_grad_batches=1
+    )  # fmt: skip
+    rates = SharedLearningRates(trainer)
+    rates.install()
+    rates.epochs_meet = lambda: True
+    rates.join()
+    current.completed = 0
+    for step in range(11, 16):
+        loop.global_step, current.completed = step, current.completed + 1
+        loop._update_learning_rates("step", False)
+    assert stepped == [11, 14]

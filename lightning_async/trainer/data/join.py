@@ -12,6 +12,7 @@ from lightning_async.engine.collectives import Packed, packed
 from lightning_async.trainer.loops.averaged_models import averages_of
 from lightning_async.trainer.loops.loop_state import LoggedValues
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
+from lightning_async.trainer.loops.updates import updates_of
 
 _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
 
@@ -92,6 +93,8 @@ class JoinState:
         epochs = fit.epoch_progress
         for count in (epochs.total, epochs.current):
             count.ready = count.started = count.completed = count.processed
+        if (updates := updates_of(trainer)) is not None:
+            updates.rates.join()
         fit.epoch_loop.batch_progress.reset_on_run()
         fit.epoch_loop.val_loop.batch_progress.reset_on_run()
         # The property's setter would set True if there is a `max_steps`.

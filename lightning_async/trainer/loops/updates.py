@@ -35,6 +35,8 @@ class SharedLearningRates:
         self.ends_epoch = False
         """Whether this rank has finished its part of the epoch, and the sync point that ends the epoch is not over."""
         self._watched = False
+        self._joined_after: int | None = None
+        """Number of steps before the present epoch, on a rank that has joined within it; None on other ranks."""
 
     def install(self) -> list[Undo]:
         self._original = self._loop._update_learning_rates
@@ -62,7 +64,7 @@ class SharedLearningRates:
         strategy = self._trainer.strategy
         step = self._loop.global_step
         if self.epochs_meet():
-            step = self._loop.automatic_optimization.optim_progress.optimizer.step.current.completed
+            step = self._steps_of_epoch if self._joined_after is None else step - self._joined_after
         configs = strategy.lr_scheduler_configs
         due = [each for each in configs if each.interval == "step" and step % self.steps_between(each) == 0]
         # Lightning compares frequencies with the number of the batch, so only due schedulers are shown to it.
@@ -71,6 +73,14 @@ class SharedLearningRates:
             self._original("step", watching)
         finally:
             strategy.lr_scheduler_configs = configs
+
+    @property
+    def _steps_of_epoch(self) -> int:
+        return self._loop.automatic_optimization.optim_progress.optimizer.step.current.completed
+
+    def join(self) -> None:
+        """Keep the epoch's number of steps, which was received from a live rank; Lightning begins it anew."""
+        self._joined_after = self._loop.global_step - self._steps_of_epoch
 
     def steps_between(self, config: Any) -> int:
         """Return the number of optimizer steps from one step of this scheduler to the next.
@@ -91,6 +101,7 @@ class SharedLearningRates:
         # Ranks have unequal numbers of batches, and the epoch has ended for all if it has ended for one.
         ended = float(world.reduce(torch.tensor(float(mine)), "max")) > 0.0
         if ended:
+            self._joined_after = None
             self._original("epoch", False)
         self._watched = self._trainer.fit_loop.restarting
 
