@@ -334,7 +334,7 @@ def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, 
     scalars: dict[str, float] = {}
     for name in {key for state in states for key in state}:
         values = [state.get(name) for state in states]
-        first = next(value for value in values if value is not None)
+        first, *_ = (value for value in values if value is not None)
         if isinstance(first, Tensor) and (first.dim() or first.numel() != 1):
             fields[name] = values
         else:
