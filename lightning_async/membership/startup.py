@@ -556,11 +556,12 @@ class ProcessHeartbeat:
             if not failed and not {*names} <= come.keys() and time.monotonic() - began > _SETTLES_S:
                 self.check()
             elif not missing and (failed or {*names} <= come.keys()):
-                board.settle(key, {"members": sorted(in_order(come), key=lambda name: come[name])})
+                board.settle(key, {"members": sorted(in_order(come), key=come.__getitem__)})
                 continue
-            patience.wait(lambda: f"waiting for rank(s) {', '.join(missing)} to make this call of the Trainer, too")
+            words = f"waiting for rank(s) {listed(missing)} to make this call of the Trainer, too"
+            patience.wait(lambda words=words: words)
         if self.name not in members:
-            raise Evicted(f"rank {self.name}: rank(s) {listed(members)} have begun this call of the Trainer without it.")
+            raise Evicted(f"rank {self.name}: rank(s) {listed(members)} have begun this call without it.")
         self._membership.accept_new_processes()
         self._called = tuple(members)
         return members

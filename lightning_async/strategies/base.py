@@ -546,4 +546,8 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         with self._together() as world:
-            return tensor.unsqueeze(0) if world is None else world.all_gather(tensor, sync_grads)
+            if world is None:
+                return tensor.unsqueeze(0)
+            # After a run, the collectives end with this call, before the backward pass.
+            later = None if world is self.world else partial(self.reduce, reduce_op="sum")
+            return world.all_gather(tensor, sync_grads, later)
