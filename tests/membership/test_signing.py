@@ -1,3 +1,12 @@
+"""Signatures of the values in the store."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lightning_async.membership.signing import SECRET, Seal
 
 
 def test_a_secret_of_bytes_that_are_no_text_signs(monkeypatch: pytest.MonkeyPatch) -> None:
