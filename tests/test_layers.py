@@ -423,3 +423,35 @@ GOOD = [
 def test_no_check_fails_without_reason(name: str, source: str):
     place, tree = place_of(name), ast.parse(source)
     assert [what for check in CHECKS for _, what in check(place, tree)] == []
+
+
+COUNTERS = {
+    "trainer/namespace.py": 1,  # at import
+    "trainer/checkpoint/save_timing.py": 1,  # itertools.count
+    "strategies/async_strategy.py": 1,  # itertools.count
+    "horovod/elastic.py": 1,  # itertools.count
+    "horovod/build.py": 1,  # outside of training
+    "data/iterators.py": 1,  # itertools.cycle of Lightning's loader
+    "data/stateful_loader.py": 1,  # the user's loader has ended, as the loop must see
+    "engine/decision.py": 1,  # in a generator, where it becomes a RuntimeError
+    "parameter_server/store.py": 1,  # always finds one
+    "checkpoint/store.py": 1,  # always finds one
+    "ops/flat_ops.py": 2,  # of a dict that has elements
+    "callbacks/accumulation_steps.py": 1,  # of a dict that has elements
+}
+"""Calls of `next` with one argument, by module. A StopIteration would end Lightning's loops as if data had run out."""
+
+
+def test_no_call_of_next_can_end_an_epoch_of_lightning() -> None:
+    found: dict[str, int] = {}
+    for name, path in modules().items():
+        if name.startswith(("monitor/", "launch/", "cli/", "comm/serialization")):
+            continue  # they run in processes or on threads of their own
+        calls = [
+            node
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next"
+        ]
+        if number := sum(len(call.args) == 1 for call in calls):
+            found[name] = number
+    assert found == COUNTERS

@@ -114,7 +114,7 @@ def recover(
     identity, share = _share(store, gather)
     whole = [entry for entry in entries if _judge(store, entry, entry.error, found)]
     while (number := agree(gather([entry.number for entry in order]))) is not None:
-        entry = next(entry for entry in order if entry.number == number)
+        (entry,) = (entry for entry in order if entry.number == number)
         order.remove(entry)
         error: Exception | None = store.trouble(entry, *share)
         # Each rank has read a share of the files: one bad share makes the checkpoint bad for all ranks of a directory.

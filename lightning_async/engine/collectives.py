@@ -176,15 +176,21 @@ class LightningCollectives:
         out = self.in_one_generation(reduce)
         return (out if tensor.is_floating_point() or not mean else out.to(torch.get_default_dtype())).to(tensor.device)
 
-    def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
-        """Stack every rank's tensor (equal shapes) along a new first dimension, see also `finish_steps`."""
+    def all_gather(
+        self, tensor: Tensor, sync_grads: bool = False, sum_later: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Stack every rank's tensor (equal shapes) along a new first dimension, see also `finish_steps`.
+
+        With ``sync_grads``, the result has a gradient. ``sum_later`` sums gradients over all ranks in the backward
+        pass, when this object may be closed. Default: this object sums them.
+        """
         if self.asynchronous and self.world_size > 1:
             raise RuntimeError(
                 f"Rank {self.rank}: all_gather between two sync points would wait for replicas that run at their own "
                 "pace. Gather in validation or at the end of an epoch, or train with `schedule=Synchronous()`."
             )
         if sync_grads and tensor.requires_grad:
-            return _GatherWithGrad.apply(tensor, self)
+            return _GatherWithGrad.apply(tensor, self, sum_later or (lambda grad: self.reduce(grad, "sum")))
         mine = _to_cpu(tensor)
         what = f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}"
         return self.in_one_generation(lambda: self._gather_rows(what, mine)).to(tensor.device)
@@ -379,15 +385,15 @@ class _GatherWithGrad(torch.autograd.Function):
     """A `LightningCollectives.all_gather` with a gradient: the sum of all ranks' gradients of this rank's row."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, world: LightningCollectives) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, world: LightningCollectives, sum_later: Callable[[Tensor], Tensor]) -> Tensor:
         gathered = world.all_gather(tensor.detach())
-        ctx.world = world
+        ctx.sum_later = sum_later
         ctx.row = world._present.index(world.calls.rank_then())  # ranks may be lost before the backward pass
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.world.reduce(grad.contiguous(), "sum")[ctx.row], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.sum_later(grad.contiguous())[ctx.row], None, None
 
 
 def packed(obj: object, copies: Callable[[list[Tensor]], list[Tensor]] | None = None) -> Packed:

@@ -40,7 +40,8 @@ class Seal:
     """
 
     def __init__(self, secret: str | None = None, scope: str = "") -> None:
-        self._secret = (secret or "").encode()
+        # Whatever bytes the variable has: those that are no text stand in it as surrogates.
+        self._secret = (secret or "").encode(errors="surrogateescape")
         self._scope = scope
         self._told: set[str] = set()
 

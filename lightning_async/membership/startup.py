@@ -556,12 +556,12 @@ class ProcessHeartbeat:
             if not failed and not {*names} <= come.keys() and time.monotonic() - began > _SETTLES_S:
                 self.check()
             elif not missing and (failed or {*names} <= come.keys()):
-                board.settle(key, {"members": sorted(in_order(come), key=lambda name: come[name])})
+                board.settle(key, {"members": sorted(in_order(come), key=come.__getitem__)})
                 continue
-            late = ", ".join(missing)
-            patience.wait(lambda late=late: f"waiting for rank(s) {late} to make this call of the Trainer, too")
+            words = f"waiting for rank(s) {listed(missing)} to make this call of the Trainer, too"
+            patience.wait(lambda words=words: words)
         if self.name not in members:
-            raise Evicted(f"rank {self.name}: rank(s) {listed(members)} have begun this call of the Trainer without.")
+            raise Evicted(f"rank {self.name}: rank(s) {listed(members)} have begun this call without it.")
         self._membership.accept_new_processes()
         self._called = tuple(members)
         return members

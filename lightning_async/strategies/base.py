@@ -7,6 +7,7 @@ the store.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -173,6 +174,14 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         """The `RankMap` of live ranks; None where no rank may be lost, and before the first session."""
         self.own_steps = OwnSteps()
         self._replica_undo: list[Undo] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy what a strategy of Lightning holds; objects of this package, such as the connection, are shared."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            shared = type(value).__module__.startswith("lightning_async.")
+            vars(made)[name] = value if shared else copy.deepcopy(value, memo)
+        return made
 
     @property
     def cluster_environment(self) -> Any:
@@ -548,4 +557,8 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         with self._together() as world:
-            return tensor.unsqueeze(0) if world is None else world.all_gather(tensor, sync_grads)
+            if world is None:
+                return tensor.unsqueeze(0)
+            # After a run, the collectives end with this call, before the backward pass.
+            later = None if world is self.world else partial(self.reduce, reduce_op="sum")
+            return world.all_gather(tensor, sync_grads, later)

@@ -486,18 +486,23 @@ class OwnSteps:
         def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if id(optimizer) in self._under_way:
                 return step(*args, **kwargs)
-            strategy = self._strategy
-            number = next(i for i, each in enumerate(strategy.optimizers) if each is optimizer)
-            return strategy._lightning_optimizers[number].step(*args, **kwargs)
+            number = self._number_of(optimizer)
+            counted = step if number is None else self._strategy._lightning_optimizers[number].step
+            return counted(*args, **kwargs)
 
         # A bound method, because schedulers that are made later read its `__func__`.
         return MethodType(stepped, optimizer)
 
+    def _number_of(self, optimizer: Optimizer) -> int | None:
+        return next((i for i, each in enumerate(self._strategy.optimizers) if each is optimizer), None)
+
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise RuntimeError for a step of an optimizer that does not go through Lightning."""
-        if id(optimizer) in self._under_way:
+        number = self._number_of(optimizer)
+        # Another optimizer: a copy is the user's, and torch also calls the hook for Lightning's wrapper once that was
+        # copied. The wrapper then steps the optimizer itself.
+        if id(optimizer) in self._under_way or number is None:
             return
-        number = next(i for i, each in enumerate(self._strategy.optimizers) if each is optimizer)
         raise RuntimeError(
             f"`{type(optimizer).__name__}.step` (optimizer {number}) was called in a way that "
             f"`{type(self._strategy).__name__}` cannot see before: as a bound method that was taken from the optimizer "

@@ -170,7 +170,7 @@ class Balancing:
 
     def _agree(self, said: list[_Said]) -> None:
         self.total = next((each.total for each in said if each.total), 0) or sum(each.base for each in said)
-        self.base = next(each.base for each in said if each.name == self.name)
+        (self.base,) = (each.base for each in said if each.name == self.name)
 
     def _end_at(self, share: DataShard) -> None:
         end = share.first + share.loaders[0][1] - share.skipped
