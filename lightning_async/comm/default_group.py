@@ -120,6 +120,11 @@ class DefaultGroup(dist.ProcessGroup):
         return self._newest is not self._numbering
 
     @property
+    def number(self) -> int:
+        """The number of the last collective that was called, counted since the group was formed."""
+        return self._count + bool(self.failure)
+
+    @property
     def count(self) -> int:
         """The number of collectives that have completed since the group was formed; 0 once it must be formed anew."""
         return self._count if self._is_whole() else 0

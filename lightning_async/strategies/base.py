@@ -302,7 +302,10 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     def connect_ranks(self) -> None:
         """Connect with the other ranks, if there are any; all ranks call this together."""
-        if not self.roles.is_alone(self.world_size) and not self.joining:
+        if self.joining:
+            if self.host is not None:
+                cast(Any, self.transport).number_joining_rank(self.place, self.root_device, self.world_size)
+        elif not self.roles.is_alone(self.world_size):
             run = count_run()
             elastic = {} if self.host is None else {"elastic": True}
             self.use(
