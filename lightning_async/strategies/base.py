@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -45,6 +45,7 @@ from lightning_async.trainer.namespace import (
     rank_zero_info,
     refuse_elsewhere,
     searches_lr,
+    set_for_now,
     take_back,
 )
 from lightning_async.trainer.strategy_view import StrategyView
@@ -269,6 +270,14 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self.roles.take_part(self)
         super().setup_environment()
         self.connect_ranks()
+        # Lightning waits over torch's default group for ever, also for ranks that die, and ours know of them.
+        connector = pytorch("trainer.connectors.data_connector")
+        self._own_steps_undo.append(set_for_now(connector, "_InfiniteBarrier", self._prepare_data))
+
+    @contextmanager
+    def _prepare_data(self) -> Iterator[None]:
+        yield
+        self.barrier("prepare_data")
 
     def _comes_late(self) -> bool:
         """Return whether the other ranks train already, as the store says; False if this rank need not ask the store.
