@@ -7,7 +7,6 @@ stays right. The group inside it is formed at its first collective, and anew aft
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple

@@ -412,9 +412,7 @@ def _join_default_group(environment: Any, root_device: torch.device, backend: st
     check_start()
 
 
-def _install_default_group(
-    environment: Any, root_device: torch.device, backend: str, numbering: Numbering
-) -> None:
+def _install_default_group(environment: Any, root_device: torch.device, backend: str, numbering: Numbering) -> None:
     rank = environment.global_rank()
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
