@@ -198,14 +198,14 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
         self._sync_points = session.averager.sync_points
         self._sync_points.add(self)
         self._warned = False
+        self.begin_step()
         if self._group is not None:
-            self._group.begin_step()
             self._group.watch = self
 
     def close(self) -> None:
         if self._group is not None:
             self._group.watch = DefaultGroupWatch()
-            self._group.begin_step()
+        self.begin_step()
 
     def begin_step(self) -> None:
         if self._group is not None:
@@ -236,7 +236,8 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
 
     def on_collective(self, name: str) -> None:
         strategy = self._strategy
-        if self._warned or not self._world_is_asynchronous or strategy.in_step or strategy.averages_gradients:
+        world = strategy.world
+        if self._warned or world is None or not world.asynchronous or strategy.in_step or strategy.averages_gradients:
             return
         self._warned = True
         log.warning(
@@ -245,11 +246,6 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
             "docs/how-to/survive-failures.md.",
             strategy.global_rank, name,
         )  # fmt: skip
-
-    @property
-    def _world_is_asynchronous(self) -> bool:
-        world = self._strategy.world
-        return world is not None and world.asynchronous
 
     def check(self, number: int) -> None:
         assert self._strategy.connection is not None

@@ -26,13 +26,14 @@ RANKS = int(os.environ["WORLD_SIZE"])
 class Gathers(pl.LightningModule):
     """Gathers the ranks' numbers in each step; rank 2 kills itself once in its fifth step."""
 
-    def __init__(self, died: Path) -> None:
+    def __init__(self, died: Path, pause_s: float) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = torch.nn.Linear(1, 1)
         self.sums: list[tuple[int, float]] = []
         self.sampler_sizes: list[int] = []
         self._died = died
+        self._pause_s = pause_s
         self._world: Any = None
 
     def prepare_data(self) -> None:
@@ -53,20 +54,20 @@ class Gathers(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_gather(rows, numbers, group=self._world)
         self.sums.append((len(rows), float(sum(rows))))
-        time.sleep(0.05)
+        time.sleep(self._pause_s if len(rows) == 2 else 0.05)
         return self.layer(batch[0] / 240).pow(2).mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def main(folder: Path, windows: bool) -> None:
+def main(folder: Path, windows: bool, pause_s: float) -> None:
     timeouts = Timeouts(dead_after=timedelta(seconds=20))
     rounds: Any = {"rule": DeltaMean(), "schedule": EveryNSteps(4), "timeouts": timeouts, "min_replicas": 1}
     strategy: Any = AsyncAveragingStrategy(**rounds)
     if windows:
         strategy = AsyncGradientStrategy(2, timeouts=timeouts, min_replicas=1)
-    module = Gathers(folder / "died")
+    module = Gathers(folder / "died", pause_s)
     quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=2, use_distributed_sampler=False,
@@ -83,4 +84,4 @@ def main(folder: Path, windows: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "windows")
+    main(Path(sys.argv[1]), sys.argv[2] == "windows", float(sys.argv[3]))

@@ -15,11 +15,11 @@ CONSOLE = str(Path(__file__).parents[2] / "lightning_async/cli/bin/lightning-asy
 WORKERS = Path(__file__).with_name("default_group_workers.py")
 
 
-def launch(folder: Path, strategy: str, *options: str) -> tuple[dict[int, Any], str]:
+def launch(folder: Path, strategy: str, pause_s: float, *options: str) -> tuple[dict[int, Any], str]:
     """What each rank says at its end, and what all have printed."""
     command = [sys.executable, CONSOLE, "launch", "-n", "3", *options, str(WORKERS)]
     done = subprocess.run(
-        [*command, str(folder), strategy], cwd=WORKERS.parents[2], capture_output=True, text=True, timeout=240
+        [*command, str(folder), strategy, str(pause_s)], cwd=WORKERS.parents[2], capture_output=True, text=True, timeout=240
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
@@ -28,7 +28,7 @@ def launch(folder: Path, strategy: str, *options: str) -> tuple[dict[int, Any], 
 
 @pytest.mark.parametrize("strategy", ["averaging", "windows"])
 def test_collectives_of_a_step_go_on_among_live_ranks(strategy: str, tmp_path: Path) -> None:
-    told, said = launch(tmp_path, strategy, "--max-restarts", "0")
+    told, said = launch(tmp_path, strategy, 0.05, "--max-restarts", "0")
     assert sorted(told) == [0, 1]
     for rank, each in told.items():
         assert (each["rank"], each["size"], each["total"], each["same"]) == (rank, 2, 2.0, True)
@@ -39,7 +39,7 @@ def test_collectives_of_a_step_go_on_among_live_ranks(strategy: str, tmp_path: P
 
 
 def test_a_rank_that_returns_is_in_the_default_group(tmp_path: Path) -> None:
-    told, said = launch(tmp_path, "averaging", "--max-restarts", "1")
+    told, said = launch(tmp_path, "averaging", 0.7, "--max-restarts", "1")  # two ranks wait for the third
     assert sorted(told) == [0, 1, 2]
     for each in told.values():
         assert (each["size"], each["total"], each["sums"][-1], each["same"]) == (3, 3.0, [3, 6.0], True)
