@@ -385,6 +385,7 @@ class EngineLoop:
             place=box.place if message is None else message.place,
             held=self.held.id,
             in_step=box.in_step,
+            collectives=box.collectives,
             pace=box.pace,
         )
 
@@ -399,6 +400,9 @@ class EngineLoop:
             box.samples_by_rank = tuple(h.samples for h in headers)
             box.losses = tuple(h.loss for h in headers)
             box.paces = tuple(h.pace for h in headers)
+            waiting = [h.collectives for h in headers if h.sync_point is not SyncPointKind.NONE]
+            is_waited_for = mine.sync_point is SyncPointKind.NONE and not decision.opens
+            box.fewest_collectives = min(waiting, default=math.inf) if is_waited_for else math.inf
             box.speed = relative_speed(mine.pace, box.paces, unknown=box.speed)
             box.asked_last = common.votes
             votes = common.votes.lasting if decision.opens or common.late else common.votes

@@ -94,6 +94,7 @@ class Header(NamedTuple):
     place: float = 0.0  # its place in its data after its message's batches; without a message, after its last step
     held: int = 0  # the exchange whose payload it can give to ranks that lack it; 0 for none
     in_step: bool = False  # it takes synchronous steps
+    collectives: int = 0  # collectives of torch's default group that it has completed, if it stands at a sync point
     pace: tuple[float, ...] = (0.0,) * 4  # of a batch: seconds of data, compute, communication; samples. Keep it last
 
 
@@ -125,6 +126,9 @@ class SharedState:
     loss: float = math.inf  # loss of the last batch; infinite where it is unknown
     place: float = 0.0  # its place in its data after its last step: a number that only grows
     pace: tuple[float, ...] = (0.0,) * 4  # as in `Header`
+    collectives: int = 0  # as in `Header`
+    fewest_collectives: float = math.inf
+    """The fewest `collectives` of a rank that waits at a sync point for this one; infinite if none does."""
     speed: float = 1.0  # its batches per second, divided by those of the fastest rank; 1.0 while some are unknown
     last_seen: float = 0.0  # when the training thread last gave a sign of life
     in_step: bool = False  # it takes synchronous steps: all ranks must act on a vote after the same one

@@ -178,6 +178,20 @@ class SyncPoints:
         with self._box.changed:
             return dict(self._box.places)
 
+    def tell_collectives(self, count: int) -> None:
+        """Record how many collectives of torch's default group have completed; ranks that wait for this one see it."""
+        with self._box.changed:
+            self._box.collectives = count
+
+    def misses_collective(self, number: int) -> bool:
+        """Return whether another rank waits at a sync point for this one, and has not called collective ``number``.
+
+        Raises the engine's error if it has failed.
+        """
+        if (error := self._box.error) is not None:
+            raise error
+        return self._box.fewest_collectives < number
+
     @property
     def standing(self) -> bool:
         return self._box.sync_point is not SyncPointKind.NONE

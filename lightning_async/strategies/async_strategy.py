@@ -192,6 +192,7 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.patches.begin_batch(batch_idx)
         self.begin_again()
         if self._session is not None and self.world is not None:
+            self._session.user_collectives.begin_step()
             # From here to the next sync point, collectives of users must not wait for ranks that are at other batches.
             self.world.asynchronous = True
             self.step_runner.start_batch(batch)
@@ -205,9 +206,29 @@ class AsyncStrategy(ReplicatedStrategy):
     def skip_batch(self) -> None:
         self.step_runner.skip_batch()
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's step; None, as of a batch without a loss, if a collective of it fails with a lost rank."""
+        try:
+            return super().training_step(*args, **kwargs)
+        except Exception:
+            if self._session is None or not self._session.user_collectives.lose_step():
+                raise
+        self.own_steps.skipped = True
+        if self.module.automatic_optimization:
+            self.skip_batch()
+        return None
+
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         with self.step_runner.backward():
-            return super().backward(closure_loss, *args, **kwargs)
+            try:
+                return super().backward(closure_loss, *args, **kwargs)
+            except Exception:
+                if self._session is None or not self._session.user_collectives.lose_step():
+                    raise
+            # Gradients of a part of the model are in no step.
+            self.module.zero_grad(set_to_none=True)
+            self.skip_batch()
+            return closure_loss
 
     def post_backward(self, closure_loss: Tensor) -> None:
         self.step_runner.after_backward()

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -56,6 +56,7 @@ from lightning_async.trainer.namespace import (
     rank_zero_info,
     refuse_elsewhere,
     searches_lr,
+    set_for_now,
     sync_metrics_through,
     take_back,
 )
@@ -291,6 +292,14 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         if self.host is not None and self.num_started > 1 and not self.joining:
             self._begin_call()
         self.connect_ranks()
+        # Lightning waits over torch's default group for ever, also for ranks that die, and ours know of them.
+        connector = pytorch("trainer.connectors.data_connector")
+        self._replica_undo.append(set_for_now(connector, "_InfiniteBarrier", self._prepare_data))
+
+    @contextmanager
+    def _prepare_data(self) -> Iterator[None]:
+        yield
+        self.barrier("prepare_data")
 
     def _begin_call(self) -> None:
         """Agree with all ranks whose processes live on those that begin this call of the Trainer.
@@ -372,7 +381,10 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     def connect_ranks(self) -> None:
         """Connect with the other ranks, if there are any; all ranks call this together."""
-        if not self.roles.is_alone(self.world_size) and not self.joining:
+        if self.joining:
+            if self.host is not None:
+                cast(Any, self.transport).number_joining_rank(self.place, self.root_device, self.world_size)
+        elif not self.roles.is_alone(self.world_size):
             run = count_run()
             elastic = {} if self.host is None else {"elastic": True}
             self.use(

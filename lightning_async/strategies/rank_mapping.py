@@ -9,6 +9,9 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
+from lightning_async.comm.default_group import Numbering, default_group
 from lightning_async.events import tell
 from lightning_async.membership.generation import Generation
 from lightning_async.membership.launcher_channel import came_back, tell_generation
@@ -145,6 +148,14 @@ class RankMap:
         self.room = f"lightning_async/since{run}"
         _here[:] = [self]
         number_rank(self.generation.rank)
+        numbering = Numbering(self.generation.rank, self.generation.world_size, (run, self.generation.number))
+        if (group := default_group()) is not None:
+            group.renumber(numbering)
+        elif dist.is_available() and dist.is_initialized():
+            log.warning(
+                "torch's default group was formed by your program, and keeps the ranks of the start, lost ones too. Do "
+                "not call `init_process_group`: then the strategy makes one that follows the live ranks."
+            )
 
     def tell(self) -> None:
         """Report the live ranks to the launcher, under a number that grows with each generation and each run."""

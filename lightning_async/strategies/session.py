@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_async.algorithms.schedules import Pace, straggler
+from lightning_async.comm.default_group import DefaultGroupWatch, default_group
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import AveragedState, every_tensor, recompute_batch_norm, reset
 from lightning_async.engine.averaging.report import RunSummary
@@ -23,6 +24,8 @@ from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.engine.sync_points import SyncPointParticipant
+from lightning_async.errors import CollectiveError
 from lightning_async.membership.generation import Generation
 from lightning_async.membership.signing import SECRET
 from lightning_async.membership.status import ENDED, FAILED, StatusPublisher, StatusRecord, publish
@@ -185,6 +188,83 @@ class FitSessions:
             self._stops = session.averager.sync_points.stop_requested
 
 
+class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
+    """The collectives of torch's default group in one session: they hear of lost ranks, and of ranks that wait.
+
+    Args:
+        strategy: Strategy of this rank.
+        session: The session.
+    """
+
+    def __init__(self, strategy: AsyncStrategy, session: Session) -> None:
+        self._strategy = strategy
+        self._session = session
+        self._group = default_group()
+        self._sync_points = session.averager.sync_points
+        self._sync_points.add(self)
+        self._warned = False
+        self.begin_step()
+        if self._group is not None:
+            self._group.watch = self
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.watch = DefaultGroupWatch()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        if self._group is not None:
+            self._group.begin_step()
+
+    def lose_step(self) -> bool:
+        """Return whether a collective of this step has failed by no fault of this rank, and log that it has.
+
+        Wait for the live ranks to form new groups, if it seems that a rank was lost.
+        """
+        group = self._group
+        if group is None or not group.failure:
+            return False
+        number = group.number
+        patience = self._strategy.config.timeouts.dead_after.total_seconds() + 1.0
+        until = time.monotonic() + patience
+        control = self._session.averager.control
+
+        def is_explained() -> bool:
+            over = time.monotonic() > until and not control.reforming
+            return over or group.is_behind or self._sync_points.misses_collective(number)
+
+        self._sync_points.wait(is_explained)
+        if not group.is_behind and not self._sync_points.misses_collective(number):
+            return False
+        log.warning("%s This batch is left out on this rank, and training goes on.", group.failure)
+        return True
+
+    def on_collective(self, name: str) -> None:
+        strategy = self._strategy
+        world = strategy.world
+        if self._warned or world is None or not world.asynchronous or strategy.in_step or strategy.averages_gradients:
+            return
+        self._warned = True
+        log.warning(
+            "Rank %d: training calls a collective of torch.distributed (%s), so that all replicas wait for each other "
+            "in every step. If a rank is lost, or waits elsewhere, the others leave that batch out. See "
+            "docs/how-to/survive-failures.md.",
+            strategy.global_rank, name,
+        )  # fmt: skip
+
+    def check(self, number: int) -> None:
+        assert self._strategy.connection is not None
+        self._strategy.connection.membership.check()
+        if self._sync_points.misses_collective(number):
+            raise CollectiveError("another rank does not call it, but waits at a sync point.")
+
+    def before_sync_point(self) -> None:
+        self._sync_points.tell_collectives(0 if self._group is None else self._group.count)
+
+    def after_sync_point(self, waited_s: float) -> None:
+        self.begin_step()
+
+
 class Session:
     """The engine, averager and step runner of this replica over one connection; ended by `close`.
 
@@ -250,6 +330,7 @@ class Session:
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
         averager = self.averager
         averager.meet = meet
+        self.user_collectives = UserCollectives(strategy, self)
         gradients = SynchronousGradients(
             control, averager.sync_points, averager.synchronous_step, averager.component.weigh_step
         )
@@ -296,6 +377,7 @@ class Session:
 
     def close(self) -> None:
         """Close the session, without waiting for other ranks."""
+        self.user_collectives.close()
         self.averager.close()
         self.step_runner.close()
         if self._averaged is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
-import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_async._checks import check_choice
 from lightning_async.comm import nccl
+from lightning_async.comm.default_group import DefaultGroup, Numbering, default_group
 from lightning_async.comm.gpu_staging import StagedCollectives
 from lightning_async.comm.torch_collectives import TorchCollectives
 from lightning_async.comm.torch_groups import keep_for_good
@@ -52,6 +54,7 @@ from lightning_async.trainer.environment.subprocess_launcher import (
 from lightning_async.trainer.namespace import fabric, rank_zero_info
 from lightning_async.transports.base import Connection, Transport, short_world
 
+log = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=30)
 # The store of this process, from its first run on.
 _stores: list[Any] = []
@@ -73,7 +76,7 @@ def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
     unless torchrun serves one. A rank that was started again after a failure connects to the existing store.
     """
     # The user's program has formed the default group.
-    if not _stores and dist.is_initialized() and dist.get_backend() != "mpi":
+    if not _stores and dist.is_initialized() and default_group() is None and dist.get_backend() != "mpi":
         return distributed_c10d._get_default_store()
     if not _stores:
         _stores.append(_open_store(environment, rank, apart))
@@ -172,7 +175,6 @@ def _address(environment: Any) -> str:
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 # Time without a heartbeat after which a process counts as dead, for strategies that set no such time.
 _DEAD_AFTER = timedelta(minutes=1)
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 # Time for the first heartbeat of a rank that has just been met.
 _FIRST_BEAT = timedelta(seconds=30)
 # The heartbeat of this process, from its first run on.
@@ -241,9 +243,16 @@ class TorchTransport(Transport):
     ) -> Connection:
         """Connect as `Transport` describes; with ``elastic``, the membership can also admit joining ranks."""
         with naming_the_stores_host(environment.global_rank()):
-            _join_default_group(environment, self.backend_on(root_device), elastic)
+            _join_default_group(environment, root_device, self.backend_on(root_device), elastic)
             presence = _meet(environment, name, None if timeouts is None else timeouts.dead_after)
             return self._connect(environment, root_device, name, timeouts, START_TIMEOUT, elastic, presence.check)
+
+    def number_joining_rank(self, environment: Any, root_device: torch.device, world_size: int) -> None:
+        """Make torch's default group on a joining rank, which has the last number of all until it is admitted."""
+        backend = self.backend_on(root_device)
+        if backend != "mpi" and not dist.is_initialized():
+            numbering = Numbering(min(environment.global_rank(), world_size - 1), world_size, None)
+            _install_default_group(environment, root_device, backend, numbering)
 
     def widen(
         self,
@@ -390,16 +399,14 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessH
     return presence
 
 
-def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
-    """Form torch's default group for the user's code; this package itself uses other groups.
+def _join_default_group(environment: Any, root_device: torch.device, backend: str, elastic: bool) -> None:
+    """Make torch's default group for the user's code; this package itself uses other groups.
 
-    A rank that was started again after a failure is in no default group, because the group of the first ranks cannot
-    grow. With ``elastic`` the other ranks may continue without rank 0, so a separate process serves the store.
+    If the user's program has formed a default group, it stays as it is. With ``elastic`` the other ranks may continue
+    without rank 0, so a separate process serves the store.
     """
-    if dist.is_initialized() or came_back() is not None:
+    if dist.is_initialized():
         return
-    if backend == "nccl":
-        nccl.set_variables()
     # The default group is formed in a store of its own.
     if not _early:
         _stores.clear()
@@ -407,16 +414,27 @@ def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
         while _processes:
             _processes.pop().close()
     _early.clear()
-    store = None if backend == "mpi" else store_of(environment, environment.global_rank(), elastic)
-    for agreement in _agreed:
-        agreement.begin()
-    with _gloo_at(host_of(environment)):
+    if backend == "mpi":
         connect = fabric("utilities.distributed")._init_dist_connection
-        connect(environment, backend, timeout=START_TIMEOUT, store=store)
-    # Without this, some exits abort. Lightning does the same for NCCL.
-    if backend != "nccl":
-        atexit.register(_leave_default_group, os.getpid())
+        connect(environment, backend, timeout=START_TIMEOUT)
+    else:
+        store_of(environment, environment.global_rank(), elastic)
+        for agreement in _agreed:
+            agreement.begin()
+        numbering = Numbering(environment.global_rank(), environment.world_size(), (0, 0))
+        _install_default_group(environment, root_device, backend, numbering)
     check_start()
+
+
+def _install_default_group(environment: Any, root_device: torch.device, backend: str, numbering: Numbering) -> None:
+    rank = environment.global_rank()
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    log.info("Rank %d of %d: torch's default group is over %s.", rank, environment.world_size(), backend)
+    store = partial(store_of, environment, rank)
+    DefaultGroup(store, numbering, backend, root_device, host_of(environment)).install()
+    # Without this, some exits abort.
+    atexit.register(_leave_default_group, os.getpid())
 
 
 def _leave_default_group(pid: int) -> None:
@@ -428,21 +446,3 @@ def _leave_default_group(pid: int) -> None:
     else:
         keep_for_good(dist.group.WORLD)
         keep_for_good(store_of(None, 0))
-
-
-@contextmanager
-def _gloo_at(host: str | None) -> Iterator[None]:
-    """Let Gloo listen on the loopback interface only, for groups that torch forms in this context.
-
-    Nothing is changed if ``host`` is None, because then ranks are on several hosts, or if ``GLOO_SOCKET_IFNAME`` is
-    set.
-    """
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if host is None or not names or _INTERFACE in os.environ:
-        yield
-        return
-    os.environ[_INTERFACE] = names[0]
-    try:
-        yield
-    finally:
-        del os.environ[_INTERFACE]
