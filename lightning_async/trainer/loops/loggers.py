@@ -160,9 +160,10 @@ def continue_files(loggers: Sequence[Any], step: int) -> None:
     for logger in loggers:
         writer = getattr(logger, "_experiment", None)
         if isinstance(writer, ExperimentWriter) and vars(writer).pop("_is_unchecked", False):
-            logger._experiment = continued = ContinuedLogger(logger.log_dir, step)
+            continued: Any = ContinuedLogger(logger.log_dir, step)
             continued.hparams.update(writer.hparams)
             continued.metrics = writer.metrics
+            logger._experiment = continued
 
 
 def _is_known(logger: Any) -> bool:
