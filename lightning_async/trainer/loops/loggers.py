@@ -158,7 +158,7 @@ def keep_files_until_saved() -> None:
 def continue_files(loggers: Sequence[Any], step: int) -> None:
     """Let the CSV loggers of a resumed fit append to the files of the earlier program, up to ``step``; on rank 0."""
     for logger in loggers:
-        writer = getattr(logger, "_experiment", None)
+        writer = vars(logger).get("_experiment")
         if isinstance(writer, ExperimentWriter) and vars(writer).pop("_is_unchecked", False):
             continued: Any = ContinuedLogger(logger.log_dir, step)
             continued.hparams.update(writer.hparams)
