@@ -158,11 +158,12 @@ def keep_files_until_saved() -> None:
 def continue_files(loggers: Sequence[Any], step: int) -> None:
     """Let the CSV loggers of a resumed fit append to the files of the earlier program, up to ``step``; on rank 0."""
     for logger in loggers:
-        writer = getattr(logger, "_experiment", None)
+        writer = vars(logger).get("_experiment")
         if isinstance(writer, ExperimentWriter) and vars(writer).pop("_is_unchecked", False):
-            logger._experiment = continued = ContinuedLogger(logger.log_dir, step)
+            continued: Any = ContinuedLogger(logger.log_dir, step)
             continued.hparams.update(writer.hparams)
             continued.metrics = writer.metrics
+            logger._experiment = continued
 
 
 def _is_known(logger: Any) -> bool:
