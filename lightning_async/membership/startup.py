@@ -556,7 +556,9 @@ class ProcessHeartbeat:
             if not failed and not {*names} <= come.keys() and time.monotonic() - began > _SETTLES_S:
                 self.check()
             elif not missing and (failed or {*names} <= come.keys()):
-                board.settle(key, {"members": sorted(in_order(come), key=come.__getitem__)})
+                order = [] if failed else [name for name in names if name in come]
+                order += in_order(come.keys() - {*order})
+                board.settle(key, {"members": sorted(order, key=come.__getitem__)})
                 continue
             words = f"waiting for rank(s) {listed(missing)} to make this call of the Trainer, too"
             patience.wait(lambda words=words: words)

@@ -24,7 +24,7 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.errors import PeerLost
 from lightning_async.membership.generation import Generation
-from lightning_async.membership.launcher_channel import CHANNEL, REJOIN
+from lightning_async.membership.launcher_channel import CHANNEL, REJOIN, came_back
 from lightning_async.membership.startup import AGENTS_STORE, naming_the_stores_host
 from lightning_async.strategies.rank_mapping import (
     RankMap,
@@ -336,7 +336,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         environment = getattr(self.cluster_environment, "launchers", self.cluster_environment)
         stable_id = str(environment.global_rank())
         everyone = RankMap(Generation.first(0, started), 0, lowest, wanted=lowest)
-        if names == list(everyone.names):
+        if names == list(everyone.names) and came_back() is None:
             self.live_ranks = None
             number_rank(int(stable_id))
         else:
