@@ -19,7 +19,11 @@ def launch(folder: Path, strategy: str, pause_s: float, *options: str) -> tuple[
     """What each rank says at its end, and what all have printed."""
     command = [sys.executable, CONSOLE, "launch", "-n", "3", *options, str(WORKERS)]
     done = subprocess.run(
-        [*command, str(folder), strategy, str(pause_s)], cwd=WORKERS.parents[2], capture_output=True, text=True, timeout=240
+        [*command, str(folder), strategy, str(pause_s)],
+        cwd=WORKERS.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
