@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, DeltaMean, EveryNSteps, Timeouts
 from lightning_async.trainer.namespace import pl
 
-NUMBER = int(os.environ["LOCAL_RANK"])
-RANKS = int(os.environ["WORLD_SIZE"])
+NUMBER = int(os.environ.get("LOCAL_RANK", "0"))
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Gathers(pl.LightningModule):
