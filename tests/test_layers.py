@@ -430,6 +430,8 @@ COUNTERS = {
     "trainer/checkpoint/save_timing.py": 1,  # itertools.count
     "strategies/async_strategy.py": 1,  # itertools.count
     "horovod/elastic.py": 1,  # itertools.count
+    "comm/default_group.py": 1,  # itertools.count
+    "strategies/window_steps.py": 1,  # itertools.count
     "horovod/build.py": 1,  # outside of training
     "data/iterators.py": 1,  # itertools.cycle of Lightning's loader
     "data/stateful_loader.py": 1,  # the user's loader has ended, as the loop must see

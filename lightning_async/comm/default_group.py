@@ -77,7 +77,7 @@ class DefaultGroup(dist.ProcessGroup):
     def __init__(
         self, store: Callable[[], Any], numbering: Numbering, backend: str, device: torch.device, host: str | None
     ) -> None:
-        super().__init__(numbering.rank, numbering.world_size)
+        super().__init__(numbering.rank, numbering.world_size)  # pyright: ignore[reportCallIssue]
         self.watch = DefaultGroupWatch()
         self.failure = ""
         """Why a collective of the present step has failed; empty if none has."""
@@ -141,7 +141,7 @@ class DefaultGroup(dist.ProcessGroup):
         return [torch.device("cuda" if self._backend == "nccl" else "cpu")]
 
     @property
-    def group_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def group_name(self) -> str:  # pyright: ignore
         return distributed_c10d._world.pg_names[self]
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -177,8 +177,8 @@ class DefaultGroup(dist.ProcessGroup):
         if (change := self._numbering.change) is not None:
             world.group_count = (change[0] << 40) + (change[1] << 20) + 1
             store = distributed_c10d.PrefixStore(f"{_NAME}/groups/{change}", self._store())
-        world.pg_map[self] = backend, store
-        world.pg_backend_config[self] = str(distributed_c10d.BackendConfig(backend))
+        world.pg_map[self] = backend, store  # pyright: ignore[reportArgumentType]
+        world.pg_backend_config[self] = str(distributed_c10d.BackendConfig(backend))  # pyright: ignore[reportArgumentType]
         world.pg_group_ranks[self] = {rank: rank for rank in range(self._numbering.world_size)}
         distributed_c10d._update_default_pg(self)
 
@@ -204,7 +204,7 @@ class DefaultGroup(dist.ProcessGroup):
             self._torchs = dist.ProcessGroup(store, rank, world_size)
             kind = dist.Backend.backend_type_map[self._backend]
             self._torchs._set_default_backend(kind)
-            for device in distributed_c10d.BackendConfig(dist.Backend(self._backend)).get_device_backend_map():
+            for device in distributed_c10d.BackendConfig(dist.Backend(self._backend)).get_device_backend_map():  # pyright: ignore[reportArgumentType]
                 self._torchs._register_backend(torch.device(device), kind, self._group.pg)
         return self._torchs
 

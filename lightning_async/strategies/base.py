@@ -177,10 +177,10 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self._replica_undo: list[Undo] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy what a strategy of Lightning holds; objects of this package, such as the connection, are shared."""
+        """Copy this strategy; while it is connected, objects of this package, such as the connection, are shared."""
         made = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
-            shared = type(value).__module__.startswith("lightning_async.")
+            shared = self._connection is not None and type(value).__module__.startswith("lightning_async.")
             vars(made)[name] = value if shared else copy.deepcopy(value, memo)
         return made
 

@@ -20,6 +20,7 @@ from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import RECENT_BATCHES, reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
+from lightning_async.engine.replica import BufferPolicies
 from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulled, pulls, scaled_zero
 from lightning_async.trainer.step_runner import StepRunner
 
@@ -284,7 +285,7 @@ class StepBatches:
         take: Function that counts a batch; it is called once for each batch.
     """
 
-    def __init__(self, module: Any, buffers: str, take: Callable[[Any], None]) -> None:
+    def __init__(self, module: Any, buffers: BufferPolicies, take: Callable[[Any], None]) -> None:
         self._module = module
         self._recomputes = buffers == "recompute"
         self._take = take

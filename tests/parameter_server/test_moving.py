@@ -200,7 +200,7 @@ def test_state_of_complex_parameters_is_as_torch_has_it(name: str):
     ids=["clear", "pop", "write", "in place", "update", "replace", "load", "missing"],
 )
 def test_changes_of_a_state_that_servers_hold_are_refused(change: Any):
-    arguments = {"lr": 0.02, "momentum": 0.9}
+    arguments: dict[str, Any] = {"lr": 0.02, "momentum": 0.9}
     with running() as server:
         worker = joined([server], params())
         worker.start("SGD", arguments)

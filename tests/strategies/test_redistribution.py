@@ -125,7 +125,7 @@ def test_within_the_last_batches_with_accumulation_and_validations_within_the_ep
     trainer: dict[str, Any] = {"val_check_interval": 5, "enable_progress_bar": True}
     settings = {"windows": 2} if ours else {}
     trainer |= {} if ours else {"accumulate_grad_batches": 2}
-    told, left = train(tmp_path, {"1": ["step", 0, 8]}, trainer=trainer, epochs=1, **settings)
+    told, left = train(tmp_path, {"1": ["step", 0, 8]}, trainer=trainer, epochs=1, **settings)  # pyright: ignore[reportArgumentType]
     assert once(told, 0, left, {"1": 6}) == list(range(54))
     assert sorted(len(seen(told, "train", 0, [name])) for name in left) == [20, 22]
     validated = [sum(entry[:2] == ["validated", 0] for entry in told[name]) for name in left]
@@ -188,7 +188,7 @@ def test_what_was_validated_by_one_that_is_lost_is_validated_by_the_others(
     victim: int, workers: int, tmp_path: Path
 ) -> None:
     loaders = {"num_workers": workers, "val_workers": workers}
-    told, left = train(tmp_path, {str(victim): ["validation", 0, 2]}, epochs=1, **loaders)
+    told, left = train(tmp_path, {str(victim): ["validation", 0, 2]}, epochs=1, **loaders)  # pyright: ignore[reportArgumentType]
     assert sorted(seen(told, "validate", 0, left)) == list(range(24))
     assert once(told, 0, left, {str(victim): 9}) == list(range(54))
     assert {each["mean"] for each in left.values()} == {11.5}
