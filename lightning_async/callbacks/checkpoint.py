@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 else:
     Checkpoint = pytorch("callbacks").Checkpoint
 
-# Here, and not in a fit: scripts load checkpoints of earlier programs, and loggers open files before callbacks run.
-load_folders()
-keep_files_until_saved()
-
 Busy = Literal["latest", "wait", "skip"]
 Objects = Literal["refuse", "pickle"]
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
@@ -160,6 +156,9 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             save_on_exception, objects,
         )  # fmt: skip
         self._now: Checkpointing | None = None
+        # Not in a fit: scripts load checkpoints after it, and loggers open their files before callbacks run.
+        load_folders()
+        keep_files_until_saved()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         check_object(self, trainer)

@@ -87,11 +87,12 @@ class HeartbeatStore:
             # A live process beats within an interval, so a record that does not change is of a dead one.
             threading.Event().wait(interval.total_seconds())
             again = self._read([self._me])[0]
-            if again is not None and again != found:
+            if again is not None and again.state == UP and again != found:
                 raise AsyncTrainingError(
                     f"rank {self._me} is taken: {again.life} lives under it, and goes on. Were two processes given "
                     "the same rank, or do two jobs use one address and port (MASTER_ADDR, MASTER_PORT)?"
                 )
+            found = again or found  # its peers may have written meanwhile that it has ended
         return found is not None and found.life != ""
 
     def exchange(self, mine: Record) -> dict[str, Record | None]:

@@ -325,7 +325,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         started = self.num_started
         lowest = cast(Any, self).fewest
         fewest = max(lowest, 2 if failed and len(before) > 1 else 1)
-        if len(names) < fewest:
+        if len(names) < min(fewest, started):  # `min_replicas` of more ranks is refused later, by its name
             raise PeerLost(
                 f"rank {self.global_rank}: {len(names)} of {started} replicas are left for this call of the Trainer, "
                 f"and fewer than {fewest} do not go on: the processes of the others have ended. See their logs, and "

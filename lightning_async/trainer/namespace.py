@@ -148,7 +148,8 @@ def override(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
 
 def _before(original: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     # A plain function becomes a method when it is set on a class, with `self` after the original. A partial would not.
-    return lambda *args, **kwargs: call(original, *args, **kwargs)
+    # It has the method's name, by which Python pickles bound methods.
+    return functools.wraps(original, updated=())(lambda *args, **kwargs: call(original, *args, **kwargs))
 
 
 class _InPlaceOf:

@@ -168,6 +168,7 @@ def test_the_other_namespace_loads_folders_as_well(tmp_path: Path) -> None:
     train(saved := every(tmp_path, 12))
     program = (
         f"import {pl.__name__}, {other} as other, lightning_async; from torch import nn\n"
+        f"lightning_async.FaultTolerantCheckpoint({str(tmp_path / 'unused')!r})\n"
         "class M(other.LightningModule):\n"
         "    def __init__(self):\n        super().__init__()\n"
         "        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))\n"

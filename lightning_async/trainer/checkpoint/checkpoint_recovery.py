@@ -7,6 +7,7 @@ Lightning read the checkpoint. `CheckpointReader` lets ``torch.distributed.check
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import logging
 import os
@@ -251,6 +252,7 @@ def _named(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
     return None
 
 
+@functools.cache
 def load_folders() -> None:
     """Make Lightning load this package's checkpoints by their paths, wherever it loads a file.
 

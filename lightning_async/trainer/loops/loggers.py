@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
 import logging
 import math
@@ -134,6 +135,7 @@ def _step(row: Mapping[str, str]) -> float:
         return -math.inf
 
 
+@functools.cache
 def keep_files_until_saved() -> None:
     """Make CSV writers delete an earlier file with their first save, as Lightning's warning says, and not at once.
 
