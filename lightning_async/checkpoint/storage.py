@@ -77,8 +77,10 @@ class Lock:
         """Return whether the path still leads to the locked file: it may have been deleted, and made again."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.lstat(path))
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError:  # the file system does not answer, which says nothing of the file
+            return True
 
     def close(self) -> None:
         """Close the descriptor in this process; a second call does nothing."""

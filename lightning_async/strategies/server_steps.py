@@ -135,7 +135,9 @@ class PushSamples(SampleCounts):
         return [0.0, 0.0, *self.samples] if self.spent else [self._since, self._reported, *self.samples]
 
     def restore(self, counts: list[float]) -> None:
-        (self._since, self._reported, *self.samples) = counts
+        # Another strategy's step runner has saved other counts.
+        if len(counts) == 2 + len(self.samples):
+            (self._since, self._reported, *self.samples) = counts
 
     def drop(self) -> None:
         """Record that the samples so far are not reported to the servers, because their gradients were dropped."""

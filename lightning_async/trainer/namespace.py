@@ -450,9 +450,13 @@ class OwnSteps:
         """
         before = [(optimizer, _versions(optimizer)) for optimizer in self._unstepped]
         original(*args, **kwargs)
+        waiting = {id(optimizer) for optimizer in self._unstepped}
+        # Parameters that several optimizers have may have been stepped by another one.
+        stepped = {key for o in self._strategy.optimizers if id(o) not in waiting for key in _versions(o)}
         for optimizer, versions in before:
-            changed = [now != then for now, then in zip(_versions(optimizer), versions, strict=False)]
-            if not any(optimizer is each for each in self._unstepped) or 2 * sum(changed) <= len(changed):
+            now = _versions(optimizer)
+            changed = [now[key] != versions[key] for key in now.keys() & versions.keys() - stepped]
+            if id(optimizer) not in waiting or 2 * sum(changed) <= len(changed):
                 continue
             if not self._strategy.step_runner.count_unseen_step():
                 raise RuntimeError(
@@ -512,9 +516,9 @@ class OwnSteps:
         )
 
 
-def _versions(optimizer: Optimizer) -> list[int]:
-    """Return, for each of the optimizer's trained parameters, how often it was written to."""
-    return [p._version for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+def _versions(optimizer: Optimizer) -> dict[int, int]:
+    """Return how often each of the optimizer's trained parameters was written to, by the parameter's `id`."""
+    return {id(p): p._version for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
 _MARK = "_compiler_ctx"

@@ -263,13 +263,11 @@ def load_folders() -> None:
         override(module, "pl_load", _load_folder)
 
 
-def _load_folder(
-    original: Any, path: Any, map_location: Any = None, weights_only: bool | None = None, **kwargs: Any
-) -> Any:
+def _load_folder(original: Any, path: Any, map_location: Any = None, **kwargs: Any) -> Any:
     if not (found := _named(path)):
-        return original(path, map_location=map_location, weights_only=weights_only, **kwargs)
+        return original(path, map_location=map_location, **kwargs)
     found[0].verify(found[1])
-    checkpoint, _ = whole(*found, NOBODY, pickles=weights_only is False)
+    checkpoint, _ = whole(*found, NOBODY, pickles=kwargs.get("weights_only") is False)
     # A function or a dictionary says where tensors of certain devices go, and these are on the CPU.
     if isinstance(map_location, str | torch.device):
         move_data_to_device = fabric("utilities.apply_func").move_data_to_device

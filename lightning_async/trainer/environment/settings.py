@@ -242,7 +242,8 @@ def _codes(value: Any, seen: set[int]) -> Iterator[str]:
         inner = [constant for constant in constants if isinstance(constant, types.CodeType)]
         yield repr((value.co_code, value.co_names, [constant for constant in constants if constant not in inner]))
     elif isinstance(value, types.FunctionType):
-        taken = [*(value.__defaults__ or ()), *(cell.cell_contents for cell in value.__closure__ or ())]
+        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]  # an empty one has no contents
+        taken = [*(value.__defaults__ or ()), *(cell.cell_contents for cell in cells)]
         inner = [value.__code__, *(each for each in taken if isinstance(each, types.FunctionType | partial))]
         yield repr([each for each in taken if isinstance(each, str | bytes | int | float | None)])
     elif isinstance(value, types.MethodType):
