@@ -311,7 +311,8 @@ def test_lightning_cli_says_what_is_wrong(ranks: Outcomes) -> None:
     for told in ranks("cli_with_wrong_values"):
         assert "`DiLoCo(outer_lr=-1.0)` must be > 0." in told["outer_lr: -1.0"]
         assert "`EveryNSteps(n=0)` must be" in told["n: 0"]
-        assert "Got value: some" in told["buffers: some"]
+        assert "Given value: some" in told["buffers: some"]
+        assert "['average', 'keep', 'broadcast', 'recompute']" in told["buffers: some"]
 
 
 @pytest.mark.filterwarnings("ignore")
