@@ -120,3 +120,24 @@ def test_mean_steps_are_shares_of_steps_too() -> None:
         rank.rates.follow()
         counts.append(rank.scheduler.last_epoch)
     assert counts == [3, 4, 4, 5]
+
+
+def test_a_resume_goes_on_at_the_place_of_schedules_that_follow_mean_steps() -> None:
+    before = make(ranks=4, batches=250)
+    before.train(0, live=2)
+    before.view.shared_steps = (0, 1000)
+    before.rates.follow()
+    assert before.scheduler.last_epoch == 500
+
+    after = make(ranks=2, batches=500)
+    after.rates.stepped.clear()
+    after.rates.stepped.update(before.rates.state())
+    after.rates.begin(None)
+    after.train(0)
+    after.view.shared_steps = (1000, 1000)
+    after.rates.follow()
+    assert after.scheduler.last_epoch == 0, "its state is that of the checkpoint"
+    after.view.shared_steps = (1000, 2000)
+    after.rates.follow()
+    assert after.scheduler.last_epoch == 500
+    assert dict(after.rates.state())["at"] == 1000.0

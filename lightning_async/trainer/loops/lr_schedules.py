@@ -36,7 +36,8 @@ class LearningRates:
         """How far schedules are. By number, the steps that a scheduler has taken, if it follows `shared_steps`; by
         number as text, its place and the steps that it has taken in this epoch. ``"ranks"`` and ``"steps"`` are the
         numbers of ranks, and of steps in an epoch (0: unknown), when training began. ``"place"`` is the last mean of
-        steps and the place of schedules. ``"other"`` says that other ranks than at the start trained in this epoch."""
+        steps and the place of schedules. ``"at"`` is that place in the checkpoint from which training goes on.
+        ``"other"`` says that other ranks than at the start trained in this epoch."""
 
     def install(self) -> list[Undo]:
         self._original = self._trainer.lightning_module.lr_scheduler_step
@@ -71,7 +72,9 @@ class LearningRates:
 
     def state(self) -> list[list[Any]]:
         """Return, for a checkpoint, what schedules count, and their places in the epoch."""
-        return [[key, value] for key, value in self.stepped.items() if isinstance(key, str) and key != "place"]
+        rows = [[key, value] for key, value in self.stepped.items() if isinstance(key, str)]
+        at = [["at", self.stepped["place"][1]]] if "place" in self.stepped else []
+        return [row for row in rows if row[0] not in ("place", "at")] + at
 
     def _dump(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {**original(*args, **kwargs), SCHEDULES: self.state()}
@@ -145,7 +148,9 @@ class LearningRates:
         if steps is None:
             return
         first, now = steps
-        seen, place = self.stepped.get("place", (first, float(first)))
+        # With other ranks than at the start, schedules have taken other numbers of steps than the replicas.
+        at = self.stepped.get("at", float(first))
+        seen, place = self.stepped.get("place", (first, at))
         # The mean may fall when ranks change. Steps are not taken back then.
         share = self.share()
         place += max(0, now - seen) * share
@@ -154,7 +159,7 @@ class LearningRates:
             if config.interval != "step" or config.reduce_on_plateau:
                 continue
             every = config.frequency or 1
-            taken = self.stepped.get(i, first // every)
+            taken = self.stepped.get(i, int(at + _ROUNDED) // every)
             due = int(place + _ROUNDED) // every
             if share != 1.0 and (planned := self._planned(config) * self._epochs):
                 due = min(due, planned)
