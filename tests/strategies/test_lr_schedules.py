@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_async.trainer.loops import lr_schedules
 from lightning_async.trainer.loops.lr_schedules import LearningRates
 
 
@@ -141,3 +142,36 @@ def test_a_resume_goes_on_at_the_place_of_schedules_that_follow_mean_steps() -> 
     after.rates.follow()
     assert after.scheduler.last_epoch == 500
     assert dict(after.rates.state())["at"] == 1000.0
+
+
+def test_training_that_begins_again_after_a_loss_counts_the_ranks_of_the_start() -> None:
+    rank = make(ranks=2)
+    assert rank.train(4, live=1) == 2
+    rank.rates.start_over()
+    rank.rates.begin(None)
+    assert rank.rates.share() == 0.5
+    assert rank.train(4, live=1) == 4
+    assert rank.train(0, live=1, ends=True) == 10
+
+
+def test_mean_steps_go_on_at_their_place_when_training_begins_again_after_a_loss() -> None:
+    rank = make(ranks=2)
+    rank.train(0, live=1)
+    for first, now in ((0, 4), (4, 8)):
+        rank.view.shared_steps = (first, now)
+        rank.rates.follow()
+        rank.rates.start_over()
+        rank.rates.begin(None)
+    assert rank.scheduler.last_epoch == 4
+
+
+@pytest.mark.parametrize("searches", [False, True])
+def test_training_that_begins_again_forgets_the_counts(searches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = make(ranks=2)
+    monkeypatch.setattr(lr_schedules, "searches_lr", lambda trainer: searches)
+    rank.rates.begin(None)
+    rank.train(4, live=1 if searches else 2)
+    # Lightning restores the user's training before it begins again.
+    monkeypatch.setattr(lr_schedules, "searches_lr", lambda trainer: False)
+    rank.rates.start_over()
+    assert rank.rates.stepped == {}

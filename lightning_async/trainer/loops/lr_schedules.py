@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import digest, strided
-from lightning_async.trainer.namespace import Undo, callbacks_of, override, override_for_users
+from lightning_async.trainer.namespace import Undo, callbacks_of, override, override_for_users, searches_lr
 from lightning_async.trainer.strategy_view import StrategyView
 
 SCHEDULES = "lightning_async_schedules"  # key of a checkpoint: what learning-rate schedules count
@@ -38,6 +38,7 @@ class LearningRates:
         numbers of ranks, and of steps in an epoch (0: unknown), when training began. ``"place"`` is the last mean of
         steps and the place of schedules. ``"at"`` is that place in the checkpoint from which training goes on.
         ``"other"`` says that other ranks than at the start trained in this epoch."""
+        self._searches = False
 
     def install(self) -> list[Undo]:
         self._original = self._trainer.lightning_module.lr_scheduler_step
@@ -55,6 +56,7 @@ class LearningRates:
             world: Collectives over all ranks; None if this rank trains alone.
         """
         trainer = self._trainer
+        self._searches = searches_lr(trainer)
         batches = trainer.fit_loop.max_batches
         varies = callbacks_of(trainer, "GradientAccumulationScheduler") or any(
             hasattr(callback, "accumulation_steps") for callback in trainer.callbacks
@@ -67,8 +69,15 @@ class LearningRates:
         self.stepped.setdefault("steps", max(everyones) if windows or self._view.in_step else steps)
 
     def start_over(self) -> None:
-        """Reset the counts of steps, because training begins again within this fit."""
+        """Reset the counts of steps, because training begins again within this fit.
+
+        With other ranks than at the start, schedules still end with the data, so they keep their places. The places of
+        a search for a learning rate are not those of the training around it.
+        """
+        searches = self._searches or searches_lr(self._trainer)
+        kept = {} if searches or self.share() == 1.0 else dict(self.state())
         self.stepped.clear()
+        self.stepped.update(kept)
 
     def state(self) -> list[list[Any]]:
         """Return, for a checkpoint, what schedules count, and their places in the epoch."""
