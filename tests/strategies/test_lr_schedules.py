@@ -175,3 +175,29 @@ def test_training_that_begins_again_forgets_the_counts(searches: bool, monkeypat
     monkeypatch.setattr(lr_schedules, "searches_lr", lambda trainer: False)
     rank.rates.start_over()
     assert rank.rates.stepped == {}
+
+
+def test_places_belong_to_the_same_schedulers_while_lightning_sees_some_of_them() -> None:
+    rank = make(ranks=2, batches=100)
+    step = rank.trainer.lr_scheduler_configs[0]
+    other = torch.optim.lr_scheduler.StepLR(step.scheduler.optimizer, 1)
+    epoch = SimpleNamespace(scheduler=other, interval="epoch", reduce_on_plateau=False, frequency=1)
+    rank.trainer.lr_scheduler_configs = [epoch, step]
+    rank.rates.begin(None)
+    # Only due schedulers are shown to Lightning where ranks take their steps together.
+    rank.trainer.lr_scheduler_configs = [SimpleNamespace(**{**vars(step), "frequency": 1})]
+    assert rank.train(50) == 50
+    assert rank.train(50, live=1) == 75
+    rank.trainer.lr_scheduler_configs = [epoch, step]
+    assert rank.train(0, live=1, ends=True) == 100
+    assert other.last_epoch == 0
+
+
+def test_a_scheduler_that_was_replaced_takes_no_steps_nor_does_its_successor() -> None:
+    rank = make(ranks=2)
+    assert rank.train(4, live=1) == 2
+    averaged = torch.optim.lr_scheduler.StepLR(rank.scheduler.optimizer, 1)
+    config = SimpleNamespace(scheduler=averaged, interval="epoch", reduce_on_plateau=False, frequency=1)
+    rank.trainer.lr_scheduler_configs[0] = config  # as StochasticWeightAveraging does
+    assert rank.train(0, live=1, ends=True) == 2
+    assert averaged.last_epoch == 0

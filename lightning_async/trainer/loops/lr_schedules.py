@@ -39,6 +39,8 @@ class LearningRates:
         steps and the place of schedules. ``"at"`` is that place in the checkpoint from which training goes on.
         ``"other"`` says that other ranks than at the start trained in this epoch."""
         self._searches = False
+        # Lists of schedulers change: only the due ones may be shown to Lightning, and SWA replaces one.
+        self._configs: list[Any] = []
 
     def install(self) -> list[Undo]:
         self._original = self._trainer.lightning_module.lr_scheduler_step
@@ -57,6 +59,7 @@ class LearningRates:
         """
         trainer = self._trainer
         self._searches = searches_lr(trainer)
+        self.number_schedulers()
         batches = trainer.fit_loop.max_batches
         varies = callbacks_of(trainer, "GradientAccumulationScheduler") or any(
             hasattr(callback, "accumulation_steps") for callback in trainer.callbacks
@@ -67,6 +70,10 @@ class LearningRates:
         everyones = [steps] if world is None else world.gather_objects(steps)
         self.stepped.setdefault("ranks", len(everyones))
         self.stepped.setdefault("steps", max(everyones) if windows or self._view.in_step else steps)
+
+    def number_schedulers(self) -> None:
+        """Set the schedulers' numbers in this training: their places in the Trainer's present list."""
+        self._configs = list(self._trainer.lr_scheduler_configs)
 
     def start_over(self) -> None:
         """Reset the counts of steps, because training begins again within this fit.
@@ -107,7 +114,7 @@ class LearningRates:
 
     def _step(self, original: Any, scheduler: Any, metric: Any) -> None:
         """Advance a scheduler by the share of an optimizer step, in place of a whole step."""
-        for i, config in enumerate(self._trainer.lr_scheduler_configs):
+        for i, config in enumerate(self._configs):
             counts = config.interval == "step" and not config.reduce_on_plateau and self._view.shared_steps is None
             if config.scheduler is scheduler and counts:
                 share = self.share()
@@ -139,8 +146,9 @@ class LearningRates:
     def _end_epoch(self, original: Any) -> None:
         """Bring schedules to the end of the epoch, if other ranks than at the start trained in it."""
         settles = self.stepped.get("other") and not self._trainer.should_stop  # it may stop within the epoch
-        for i, config in enumerate(self._trainer.lr_scheduler_configs):
-            if str(i) in self.stepped:
+        used = {id(config.scheduler) for config in self._trainer.lr_scheduler_configs}
+        for i, config in enumerate(self._configs):
+            if str(i) in self.stepped and config.interval == "step" and id(config.scheduler) in used:
                 if settles and self._planned(config):
                     self._advance(i, config, math.inf)
                 place, taken = self.stepped[str(i)]
