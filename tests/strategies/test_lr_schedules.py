@@ -201,3 +201,10 @@ def test_a_scheduler_that_was_replaced_takes_no_steps_nor_does_its_successor() -
     rank.trainer.lr_scheduler_configs[0] = config  # as StochasticWeightAveraging does
     assert rank.train(0, live=1, ends=True) == 2
     assert averaged.last_epoch == 0
+
+
+@pytest.mark.parametrize(("frequency", "steps"), [(4, 10), (2, 10), (8, 5), (6, 3)])
+def test_frequencies_count_batches_where_gradients_accumulate(frequency: int, steps: int) -> None:
+    rank = make(ranks=2, batches=40, frequency=frequency, accumulate_grad_batches=4)
+    assert rank.train(4, live=1) == 2
+    assert rank.train(0, live=1, ends=True) == steps

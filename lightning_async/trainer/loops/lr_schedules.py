@@ -135,8 +135,12 @@ class LearningRates:
         self.stepped[str(i)] = [place, max(taken, due)]
 
     def _planned(self, config: Any) -> int:
-        """Return a scheduler's number of steps in an epoch when training began; 0 if it is unknown."""
-        return self.stepped.get("steps", 0) // (config.frequency or 1)
+        """Return a scheduler's number of steps in an epoch when training began; 0 if it is unknown.
+
+        Lightning's ``frequency`` is a number of batches, and takes effect only with an optimizer step.
+        """
+        every = config.frequency or 1
+        return self.stepped.get("steps", 0) // (every // math.gcd(every, self._trainer.accumulate_grad_batches))
 
     @property
     def _epochs(self) -> int:
@@ -178,7 +182,7 @@ class LearningRates:
             every = config.frequency or 1
             taken = self.stepped.get(i, int(at + _ROUNDED) // every)
             due = int(place + _ROUNDED) // every
-            if share != 1.0 and (planned := self._planned(config) * self._epochs):
+            if share != 1.0 and (planned := self.stepped.get("steps", 0) // every * self._epochs):
                 due = min(due, planned)
             for _ in range(taken, due):
                 self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
