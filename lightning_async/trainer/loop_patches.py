@@ -363,6 +363,7 @@ class LoopPatches:
         if told is not None:
             self._validation.sync_points_epochs = bool(told["sync_points_epochs"])
             self._logging_failover.take(told["succession"])
+            self.rates.number_schedulers()
         self.sync_points.begin(world)
         self.joiner_data.deal(name, places, None if told is None else told["epoch"])
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_async.trainer.loops import lr_schedules
 from lightning_async.trainer.loops.lr_schedules import LearningRates
 
 
@@ -120,3 +121,90 @@ def test_mean_steps_are_shares_of_steps_too() -> None:
         rank.rates.follow()
         counts.append(rank.scheduler.last_epoch)
     assert counts == [3, 4, 4, 5]
+
+
+def test_a_resume_goes_on_at_the_place_of_schedules_that_follow_mean_steps() -> None:
+    before = make(ranks=4, batches=250)
+    before.train(0, live=2)
+    before.view.shared_steps = (0, 1000)
+    before.rates.follow()
+    assert before.scheduler.last_epoch == 500
+
+    after = make(ranks=2, batches=500)
+    after.rates.stepped.clear()
+    after.rates.stepped.update(before.rates.state())
+    after.rates.begin(None)
+    after.train(0)
+    after.view.shared_steps = (1000, 1000)
+    after.rates.follow()
+    assert after.scheduler.last_epoch == 0, "its state is that of the checkpoint"
+    after.view.shared_steps = (1000, 2000)
+    after.rates.follow()
+    assert after.scheduler.last_epoch == 500
+    assert dict(after.rates.state())["at"] == 1000.0
+
+
+def test_training_that_begins_again_after_a_loss_counts_the_ranks_of_the_start() -> None:
+    rank = make(ranks=2)
+    assert rank.train(4, live=1) == 2
+    rank.rates.start_over()
+    rank.rates.begin(None)
+    assert rank.rates.share() == 0.5
+    assert rank.train(4, live=1) == 4
+    assert rank.train(0, live=1, ends=True) == 10
+
+
+def test_mean_steps_go_on_at_their_place_when_training_begins_again_after_a_loss() -> None:
+    rank = make(ranks=2)
+    rank.train(0, live=1)
+    for first, now in ((0, 4), (4, 8)):
+        rank.view.shared_steps = (first, now)
+        rank.rates.follow()
+        rank.rates.start_over()
+        rank.rates.begin(None)
+    assert rank.scheduler.last_epoch == 4
+
+
+@pytest.mark.parametrize("searches", [False, True])
+def test_training_that_begins_again_forgets_the_counts(searches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = make(ranks=2)
+    monkeypatch.setattr(lr_schedules, "searches_lr", lambda trainer: searches)
+    rank.rates.begin(None)
+    rank.train(4, live=1 if searches else 2)
+    # Lightning restores the user's training before it begins again.
+    monkeypatch.setattr(lr_schedules, "searches_lr", lambda trainer: False)
+    rank.rates.start_over()
+    assert rank.rates.stepped == {}
+
+
+def test_places_belong_to_the_same_schedulers_while_lightning_sees_some_of_them() -> None:
+    rank = make(ranks=2, batches=100)
+    step = rank.trainer.lr_scheduler_configs[0]
+    other = torch.optim.lr_scheduler.StepLR(step.scheduler.optimizer, 1)
+    epoch = SimpleNamespace(scheduler=other, interval="epoch", reduce_on_plateau=False, frequency=1)
+    rank.trainer.lr_scheduler_configs = [epoch, step]
+    rank.rates.begin(None)
+    # Only due schedulers are shown to Lightning where ranks take their steps together.
+    rank.trainer.lr_scheduler_configs = [SimpleNamespace(**{**vars(step), "frequency": 1})]
+    assert rank.train(50) == 50
+    assert rank.train(50, live=1) == 75
+    rank.trainer.lr_scheduler_configs = [epoch, step]
+    assert rank.train(0, live=1, ends=True) == 100
+    assert other.last_epoch == 0
+
+
+def test_a_scheduler_that_was_replaced_takes_no_steps_nor_does_its_successor() -> None:
+    rank = make(ranks=2)
+    assert rank.train(4, live=1) == 2
+    averaged = torch.optim.lr_scheduler.StepLR(rank.scheduler.optimizer, 1)
+    config = SimpleNamespace(scheduler=averaged, interval="epoch", reduce_on_plateau=False, frequency=1)
+    rank.trainer.lr_scheduler_configs[0] = config  # as StochasticWeightAveraging does
+    assert rank.train(0, live=1, ends=True) == 2
+    assert averaged.last_epoch == 0
+
+
+@pytest.mark.parametrize(("frequency", "steps"), [(4, 10), (2, 10), (8, 5), (6, 3)])
+def test_frequencies_count_batches_where_gradients_accumulate(frequency: int, steps: int) -> None:
+    rank = make(ranks=2, batches=40, frequency=frequency, accumulate_grad_batches=4)
+    assert rank.train(4, live=1) == 2
+    assert rank.train(0, live=1, ends=True) == steps

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import digest, strided
-from lightning_async.trainer.namespace import Undo, callbacks_of, override, override_for_users
+from lightning_async.trainer.namespace import Undo, callbacks_of, override, override_for_users, searches_lr
 from lightning_async.trainer.strategy_view import StrategyView
 
 SCHEDULES = "lightning_async_schedules"  # key of a checkpoint: what learning-rate schedules count
@@ -36,7 +36,11 @@ class LearningRates:
         """How far schedules are. By number, the steps that a scheduler has taken, if it follows `shared_steps`; by
         number as text, its place and the steps that it has taken in this epoch. ``"ranks"`` and ``"steps"`` are the
         numbers of ranks, and of steps in an epoch (0: unknown), when training began. ``"place"`` is the last mean of
-        steps and the place of schedules. ``"other"`` says that other ranks than at the start trained in this epoch."""
+        steps and the place of schedules. ``"at"`` is that place in the checkpoint from which training goes on.
+        ``"other"`` says that other ranks than at the start trained in this epoch."""
+        self._searches = False
+        # Lists of schedulers change: only the due ones may be shown to Lightning, and SWA replaces one.
+        self._configs: list[Any] = []
 
     def install(self) -> list[Undo]:
         self._original = self._trainer.lightning_module.lr_scheduler_step
@@ -54,6 +58,8 @@ class LearningRates:
             world: Collectives over all ranks; None if this rank trains alone.
         """
         trainer = self._trainer
+        self._searches = searches_lr(trainer)
+        self.number_schedulers()
         batches = trainer.fit_loop.max_batches
         varies = callbacks_of(trainer, "GradientAccumulationScheduler") or any(
             hasattr(callback, "accumulation_steps") for callback in trainer.callbacks
@@ -65,13 +71,26 @@ class LearningRates:
         self.stepped.setdefault("ranks", len(everyones))
         self.stepped.setdefault("steps", max(everyones) if windows or self._view.in_step else steps)
 
+    def number_schedulers(self) -> None:
+        """Set the schedulers' numbers in this training: their places in the Trainer's present list."""
+        self._configs = list(self._trainer.lr_scheduler_configs)
+
     def start_over(self) -> None:
-        """Reset the counts of steps, because training begins again within this fit."""
+        """Reset the counts of steps, because training begins again within this fit.
+
+        With other ranks than at the start, schedules still end with the data, so they keep their places. The places of
+        a search for a learning rate are not those of the training around it.
+        """
+        searches = self._searches or searches_lr(self._trainer)
+        kept = {} if searches or self.share() == 1.0 else dict(self.state())
         self.stepped.clear()
+        self.stepped.update(kept)
 
     def state(self) -> list[list[Any]]:
         """Return, for a checkpoint, what schedules count, and their places in the epoch."""
-        return [[key, value] for key, value in self.stepped.items() if isinstance(key, str) and key != "place"]
+        rows = [[key, value] for key, value in self.stepped.items() if isinstance(key, str)]
+        at = [["at", self.stepped["place"][1]]] if "place" in self.stepped else []
+        return [row for row in rows if row[0] not in ("place", "at")] + at
 
     def _dump(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {**original(*args, **kwargs), SCHEDULES: self.state()}
@@ -95,7 +114,7 @@ class LearningRates:
 
     def _step(self, original: Any, scheduler: Any, metric: Any) -> None:
         """Advance a scheduler by the share of an optimizer step, in place of a whole step."""
-        for i, config in enumerate(self._trainer.lr_scheduler_configs):
+        for i, config in enumerate(self._configs):
             counts = config.interval == "step" and not config.reduce_on_plateau and self._view.shared_steps is None
             if config.scheduler is scheduler and counts:
                 share = self.share()
@@ -116,8 +135,12 @@ class LearningRates:
         self.stepped[str(i)] = [place, max(taken, due)]
 
     def _planned(self, config: Any) -> int:
-        """Return a scheduler's number of steps in an epoch when training began; 0 if it is unknown."""
-        return self.stepped.get("steps", 0) // (config.frequency or 1)
+        """Return a scheduler's number of steps in an epoch when training began; 0 if it is unknown.
+
+        Lightning's ``frequency`` is a number of batches, and takes effect only with an optimizer step.
+        """
+        every = config.frequency or 1
+        return self.stepped.get("steps", 0) // (every // math.gcd(every, self._trainer.accumulate_grad_batches))
 
     @property
     def _epochs(self) -> int:
@@ -127,8 +150,9 @@ class LearningRates:
     def _end_epoch(self, original: Any) -> None:
         """Bring schedules to the end of the epoch, if other ranks than at the start trained in it."""
         settles = self.stepped.get("other") and not self._trainer.should_stop  # it may stop within the epoch
-        for i, config in enumerate(self._trainer.lr_scheduler_configs):
-            if str(i) in self.stepped:
+        used = {id(config.scheduler) for config in self._trainer.lr_scheduler_configs}
+        for i, config in enumerate(self._configs):
+            if str(i) in self.stepped and config.interval == "step" and id(config.scheduler) in used:
                 if settles and self._planned(config):
                     self._advance(i, config, math.inf)
                 place, taken = self.stepped[str(i)]
@@ -145,7 +169,9 @@ class LearningRates:
         if steps is None:
             return
         first, now = steps
-        seen, place = self.stepped.get("place", (first, float(first)))
+        # With other ranks than at the start, schedules have taken other numbers of steps than the replicas.
+        at = self.stepped.get("at", float(first))
+        seen, place = self.stepped.get("place", (first, at))
         # The mean may fall when ranks change. Steps are not taken back then.
         share = self.share()
         place += max(0, now - seen) * share
@@ -154,9 +180,9 @@ class LearningRates:
             if config.interval != "step" or config.reduce_on_plateau:
                 continue
             every = config.frequency or 1
-            taken = self.stepped.get(i, first // every)
+            taken = self.stepped.get(i, int(at + _ROUNDED) // every)
             due = int(place + _ROUNDED) // every
-            if share != 1.0 and (planned := self._planned(config) * self._epochs):
+            if share != 1.0 and (planned := self.stepped.get("steps", 0) // every * self._epochs):
                 due = min(due, planned)
             for _ in range(taken, due):
                 self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
