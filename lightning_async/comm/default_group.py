@@ -201,6 +201,8 @@ class DefaultGroup(dist.ProcessGroup):
                 lambda: False, options,
             )  # fmt: skip
             self._group.pg._set_sequence_number_for_group()
+            if self._group.waits:  # Gloo's limit of an operation has been that of connecting until here
+                self._group.pg._set_default_timeout(_TIMEOUT)
             self._torchs = dist.ProcessGroup(store, rank, world_size)
             kind = dist.Backend.backend_type_map[self._backend]
             self._torchs._set_default_backend(kind)
