@@ -7,6 +7,7 @@ stays right. The group inside it is formed at its first collective, and anew aft
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from lightning_async.membership.signing import Seal
 _NAME = "lightning_async"
 _TIMEOUT = timedelta(minutes=30)  # torch's own
 _LOOK = timedelta(seconds=0.05)
+_SETTLES_S = 10.0
 _MAX_CTAS = 32  # as NCCL itself would take
 _BETWEEN_TWO = ("send", "recv", "recv_anysource")
 _COLLECTIVES = (
@@ -112,6 +114,14 @@ class DefaultGroup(dist.ProcessGroup):
         self._newest = numbering
         if (group := self._group) is not None:
             group.break_off()
+
+    def settle(self) -> None:
+        """Wait a short time for collectives under way, because a change of ranks would fail them."""
+        until = time.monotonic() + _SETTLES_S
+        while (group := self._group) is not None and group.connected and time.monotonic() < until:
+            if all(works[0].is_completed() for _, works in group.in_flight.values() if works):
+                return
+            time.sleep(_LOOK.total_seconds())
 
     @property
     def is_behind(self) -> bool:
