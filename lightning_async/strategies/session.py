@@ -203,9 +203,9 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
         self._sync_points = session.averager.sync_points
         self._sync_points.add(self)
         self._warned = False
-        self.begin_step()
         if self._group is not None:
             self._group.watch = self
+        self._begin_stage()
 
     def close(self) -> None:
         if self._group is not None:
@@ -252,7 +252,7 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
             strategy.global_rank, name,
         )  # fmt: skip
 
-    def check(self, number: int) -> None:
+    def check(self, number: float) -> None:
         assert self._strategy.connection is not None
         self._strategy.connection.membership.check()
         if self._sync_points.misses_collective(number):
@@ -262,6 +262,11 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
         self._sync_points.tell_collectives(0 if self._group is None else self._group.count)
 
     def after_sync_point(self, waited_s: float) -> None:
+        self._begin_stage()
+
+    def _begin_stage(self) -> None:
+        if self._group is not None and self._group.watch is self:
+            self._group.stage = self._strategy.num_runs, self._sync_points.opened
         self.begin_step()
 
 
