@@ -63,6 +63,8 @@ class FitSessions:
         self.undo: list[Undo] = []
         """Functions that remove the patches of this fit, in the order in which the patches were made."""
         self._begins_anew = self._stops = False
+        self.warned = False
+        """Whether this rank has warned of collectives of torch.distributed in training."""
         self._goodbyes: list[threading.Thread] = []
 
     def install(self, world: LightningCollectives | None) -> None:
@@ -202,7 +204,6 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
         self._group = default_group()
         self._sync_points = session.averager.sync_points
         self._sync_points.add(self)
-        self._warned = False
         if self._group is not None:
             self._group.watch = self
         self._begin_stage()
@@ -242,9 +243,12 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
     def on_collective(self, name: str) -> None:
         strategy = self._strategy
         world = strategy.world
-        if self._warned or world is None or not world.asynchronous or strategy.in_step or strategy.averages_gradients:
+        sessions = strategy.fit_sessions
+        if sessions is None or sessions.warned or world is None or not world.asynchronous:
             return
-        self._warned = True
+        if strategy.in_step or strategy.averages_gradients:
+            return
+        sessions.warned = True
         log.warning(
             "Rank %d: training calls a collective of torch.distributed (%s), so that all replicas wait for each other "
             "in every step. If a rank is lost, or waits elsewhere, the others leave that batch out. See "
