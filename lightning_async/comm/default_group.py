@@ -94,7 +94,8 @@ class DefaultGroup(dist.ProcessGroup):
         self._device = device
         self._host = host
         self._numbering = self._newest = numbering
-        self._used = False  # a collective was called in this step
+        self._used = False  # a collective was called in this step, or a number was read that holds for all of it
+        self._latches = False
         self._failed_forming = False  # the collective that has failed in this step had no group yet
         self._count = 0  # collectives that have completed since the group was formed
         self._operations = itertools.count()
@@ -111,9 +112,14 @@ class DefaultGroup(dist.ProcessGroup):
         )
         self._publish()
 
-    def begin_step(self) -> None:
-        """Note that no collective of the coming step was called yet; new numbers of ranks count from here on."""
+    def begin_step(self, latches: bool = False) -> None:
+        """Note that no collective of the coming step was called yet; new numbers of ranks count from here on.
+
+        Args:
+            latches: Whether numbers that user code reads hold for the whole step, as after a collective. Default: no.
+        """
         self._used = self._failed_forming = False
+        self._latches = latches
         self.failure = ""
 
     def renumber(self, numbering: Numbering) -> None:
@@ -147,10 +153,12 @@ class DefaultGroup(dist.ProcessGroup):
 
     def rank(self) -> int:
         self._adopt()
+        self._used |= self._latches
         return self._numbering.rank
 
     def size(self) -> int:
         self._adopt()
+        self._used |= self._latches
         return self._numbering.world_size
 
     @property

@@ -192,7 +192,7 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.patches.begin_batch(batch_idx)
         self.begin_again()
         if self._session is not None and self.world is not None:
-            self._session.user_collectives.begin_step()
+            self._session.user_collectives.begin_step(latches=True)
             # From here to the next sync point, collectives of users must not wait for ranks that are at other batches.
             self.world.asynchronous = True
             self.step_runner.start_batch(batch)

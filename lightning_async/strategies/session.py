@@ -213,9 +213,9 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
             self._group.watch = DefaultGroupWatch()
         self.begin_step()
 
-    def begin_step(self) -> None:
+    def begin_step(self, latches: bool = False) -> None:
         if self._group is not None:
-            self._group.begin_step()
+            self._group.begin_step(latches)
 
     def lose_step(self) -> bool:
         """Return whether a collective of this step has failed by no fault of this rank, and log that it has.
