@@ -338,7 +338,8 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
             # Also where no rank is new or lost for this rank: others may have gone on without it in the last call.
             group.begin_step()
             group.settle()
-            group.renumber(Numbering(names.index(stable_id), len(names), (next_run(), 0)))
+            group.stage = next_run(), 0
+            group.renumber(Numbering(names.index(stable_id), len(names), group.stage))
         if names == before:
             if self.live_ranks is not None:
                 self.live_ranks.joined = frozenset()
