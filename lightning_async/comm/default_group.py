@@ -7,6 +7,8 @@ stays right. The group inside it is formed at its first collective, and anew aft
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ from lightning_async.membership.signing import Seal
 _NAME = "lightning_async"
 _TIMEOUT = timedelta(minutes=30)  # torch's own
 _LOOK = timedelta(seconds=0.05)
+_SETTLES_S = 10.0
 _MAX_CTAS = 32  # as NCCL itself would take
 _BETWEEN_TWO = ("send", "recv", "recv_anysource")
 _COLLECTIVES = (
@@ -56,8 +59,11 @@ class DefaultGroupWatch:
     def on_collective(self, name: str) -> None:
         """Note that a collective of this name begins."""
 
-    def check(self, number: int) -> None:
-        """Raise if the collective with this number, counted since the group was formed, cannot complete."""
+    def check(self, number: float) -> None:
+        """Raise if the collective with this number, counted since the group was formed, cannot complete.
+
+        The number is infinite while the group is being formed: no waiting rank takes part in that.
+        """
 
 
 class DefaultGroup(dist.ProcessGroup):
@@ -81,12 +87,16 @@ class DefaultGroup(dist.ProcessGroup):
         self.watch = DefaultGroupWatch()
         self.failure = ""
         """Why a collective of the present step has failed; empty if none has."""
+        self.stage: tuple[int, int] = (0, 0)
+        """The run and the number of its sync points that have opened, equal on all ranks that form the group."""
         self._store = store
         self._backend = backend
         self._device = device
         self._host = host
         self._numbering = self._newest = numbering
-        self._used = False  # a collective was called in this step
+        self._used = False  # a collective was called in this step, or a number was read that holds for all of it
+        self._latches = False
+        self._failed_forming = False  # the collective that has failed in this step had no group yet
         self._count = 0  # collectives that have completed since the group was formed
         self._operations = itertools.count()
         self._group: TorchGroup | None = None
@@ -102,9 +112,14 @@ class DefaultGroup(dist.ProcessGroup):
         )
         self._publish()
 
-    def begin_step(self) -> None:
-        """Note that no collective of the coming step was called yet; new numbers of ranks count from here on."""
-        self._used = False
+    def begin_step(self, latches: bool = False) -> None:
+        """Note that no collective of the coming step was called yet; new numbers of ranks count from here on.
+
+        Args:
+            latches: Whether numbers that user code reads hold for the whole step, as after a collective. Default: no.
+        """
+        self._used = self._failed_forming = False
+        self._latches = latches
         self.failure = ""
 
     def renumber(self, numbering: Numbering) -> None:
@@ -113,15 +128,23 @@ class DefaultGroup(dist.ProcessGroup):
         if (group := self._group) is not None:
             group.break_off()
 
+    def settle(self) -> None:
+        """Wait a short time for collectives under way, because a change of ranks would fail them."""
+        until = time.monotonic() + _SETTLES_S
+        while (group := self._group) is not None and group.connected and time.monotonic() < until:
+            if all(works[0].is_completed() for _, works in group.in_flight.values() if works):
+                return
+            time.sleep(_LOOK.total_seconds())
+
     @property
     def is_behind(self) -> bool:
         """Whether ranks have changed since the collectives of this step began."""
         return self._newest is not self._numbering
 
     @property
-    def number(self) -> int:
-        """The number of the last collective that was called, counted since the group was formed."""
-        return self._count + bool(self.failure)
+    def number(self) -> float:
+        """The number of the last collective that was called, counted as in `DefaultGroupWatch.check`."""
+        return math.inf if self._failed_forming else self._count + bool(self.failure)
 
     @property
     def count(self) -> int:
@@ -130,10 +153,12 @@ class DefaultGroup(dist.ProcessGroup):
 
     def rank(self) -> int:
         self._adopt()
+        self._used |= self._latches
         return self._numbering.rank
 
     def size(self) -> int:
         self._adopt()
+        self._used |= self._latches
         return self._numbering.world_size
 
     @property
@@ -193,7 +218,8 @@ class DefaultGroup(dist.ProcessGroup):
                 "this rank. Call it in `on_train_start` or later."
             )
         if self._group is None:
-            store = distributed_c10d.PrefixStore(f"{_NAME}/default/{change}", self._store())
+            # Ranks may have given up unequal numbers of attempts before the last sync point.
+            store = distributed_c10d.PrefixStore(f"{_NAME}/default/{change}/{self.stage}", self._store())
             members = Generation.first(rank, world_size)
             options = MeetingOptions(Seal.of_job().within(str(change)), self._check, self._host)
             self._group = form(
@@ -201,6 +227,8 @@ class DefaultGroup(dist.ProcessGroup):
                 lambda: False, options,
             )  # fmt: skip
             self._group.pg._set_sequence_number_for_group()
+            if self._group.waits:  # Gloo's limit of an operation has been that of connecting until here
+                self._group.pg._set_default_timeout(_TIMEOUT)
             self._torchs = dist.ProcessGroup(store, rank, world_size)
             kind = dist.Backend.backend_type_map[self._backend]
             self._torchs._set_default_backend(kind)
@@ -211,7 +239,7 @@ class DefaultGroup(dist.ProcessGroup):
     def _check(self) -> None:
         if self.is_behind:
             raise CollectiveError("ranks were lost, or have joined.")
-        self.watch.check(self._count + 1)
+        self.watch.check(math.inf if self._group is None else self._count + 1)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name == "barrier" and self._numbering.change is None and not self.is_behind:
@@ -246,6 +274,7 @@ class DefaultGroup(dist.ProcessGroup):
         rank, world_size, _ = self._numbering
         said = str(error).splitlines()[0]
         self.failure = f"Rank {rank} of {world_size}: torch's default group: {name} failed: {said}"
+        self._failed_forming = self._group is None
         if self._group is not None:
             self._group.break_off()  # peers would wait for this rank
 

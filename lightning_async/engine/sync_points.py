@@ -183,7 +183,7 @@ class SyncPoints:
         with self._box.changed:
             self._box.collectives = count
 
-    def misses_collective(self, number: int) -> bool:
+    def misses_collective(self, number: float) -> bool:
         """Return whether another rank waits at a sync point for this one, and has not called collective ``number``.
 
         Raises the engine's error if it has failed.

@@ -109,6 +109,19 @@ class HorovodStrategy(ReplicatedStrategy):
         super().setup_environment()
         self.failed = False
 
+    @contextmanager
+    def _prepare_data(self) -> Iterator[None]:
+        """Wait without a limit for the rank that prepares data, which may take hours."""
+        yield
+        if self.world is None:
+            return
+        calls = self.world.calls
+        before, calls.deadline = calls.deadline, None
+        try:
+            self.barrier("prepare_data")
+        finally:
+            calls.deadline = before
+
     def setup(self, trainer: pl.Trainer) -> None:
         if self._layer_sync is not None:
             raise ValueError(

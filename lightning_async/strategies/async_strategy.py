@@ -192,7 +192,7 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.patches.begin_batch(batch_idx)
         self.begin_again()
         if self._session is not None and self.world is not None:
-            self._session.user_collectives.begin_step()
+            self._session.user_collectives.begin_step(latches=True)
             # From here to the next sync point, collectives of users must not wait for ranks that are at other batches.
             self.world.asynchronous = True
             self.step_runner.start_batch(batch)
@@ -219,16 +219,17 @@ class AsyncStrategy(ReplicatedStrategy):
         return None
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with self.step_runner.backward():
-            try:
+        try:
+            with self.step_runner.backward():  # withdraws gradients that it has sent, if the pass fails
                 return super().backward(closure_loss, *args, **kwargs)
-            except Exception:
-                if self._session is None or not self._session.user_collectives.lose_step():
-                    raise
-            # Gradients of a part of the model are in no step.
-            self.module.zero_grad(set_to_none=True)
-            self.skip_batch()
-            return closure_loss
+        except Exception:
+            if self._session is None or not self._session.user_collectives.lose_step():
+                raise
+        # Gradients of a part of the model are in no step.
+        self.module.zero_grad(set_to_none=True)
+        self.skip_batch()
+        self.step_runner.after_backward()  # in manual optimization, the others' mean is this rank's step
+        return closure_loss
 
     def post_backward(self, closure_loss: Tensor) -> None:
         self.step_runner.after_backward()

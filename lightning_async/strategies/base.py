@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_async.comm.default_group import Numbering, default_group
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.errors import PeerLost
@@ -331,10 +332,18 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
                 f"and fewer than {fewest} do not go on: the processes of the others have ended. See their logs, and "
                 "start all ranks again."
             )
-        if names == before:
-            return
         environment = getattr(self.cluster_environment, "launchers", self.cluster_environment)
         stable_id = str(environment.global_rank())
+        if (group := default_group()) is not None:
+            # Also where no rank is new or lost for this rank: others may have gone on without it in the last call.
+            group.begin_step()
+            group.settle()
+            group.stage = next_run(), 0
+            group.renumber(Numbering(names.index(stable_id), len(names), group.stage))
+        if names == before:
+            if self.live_ranks is not None:
+                self.live_ranks.joined = frozenset()
+            return
         everyone = RankMap(Generation.first(0, started), 0, lowest, wanted=lowest)
         if names == list(everyone.names) and came_back() is None:
             self.live_ranks = None
@@ -343,6 +352,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
             ever = () if self.live_ranks is None else self.live_ranks.ever
             run = next_run()
             self.live_ranks = everyone.with_joining_ranks(names.index(stable_id), names, run, ever)
+            self.live_ranks.joined = frozenset()
         keep_map(self.live_ranks)
         log.warning(
             "Rank %s: this call of the Trainer begins with %d of %d ranks, %s in this sequence.",

@@ -63,6 +63,8 @@ class FitSessions:
         self.undo: list[Undo] = []
         """Functions that remove the patches of this fit, in the order in which the patches were made."""
         self._begins_anew = self._stops = False
+        self.warned = False
+        """Whether this rank has warned of collectives of torch.distributed in training."""
         self._goodbyes: list[threading.Thread] = []
 
     def install(self, world: LightningCollectives | None) -> None:
@@ -202,19 +204,18 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
         self._group = default_group()
         self._sync_points = session.averager.sync_points
         self._sync_points.add(self)
-        self._warned = False
-        self.begin_step()
         if self._group is not None:
             self._group.watch = self
+        self._begin_stage()
 
     def close(self) -> None:
         if self._group is not None:
             self._group.watch = DefaultGroupWatch()
         self.begin_step()
 
-    def begin_step(self) -> None:
+    def begin_step(self, latches: bool = False) -> None:
         if self._group is not None:
-            self._group.begin_step()
+            self._group.begin_step(latches)
 
     def lose_step(self) -> bool:
         """Return whether a collective of this step has failed by no fault of this rank, and log that it has.
@@ -242,9 +243,12 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
     def on_collective(self, name: str) -> None:
         strategy = self._strategy
         world = strategy.world
-        if self._warned or world is None or not world.asynchronous or strategy.in_step or strategy.averages_gradients:
+        sessions = strategy.fit_sessions
+        if sessions is None or sessions.warned or world is None or not world.asynchronous:
             return
-        self._warned = True
+        if strategy.in_step or strategy.averages_gradients:
+            return
+        sessions.warned = True
         log.warning(
             "Rank %d: training calls a collective of torch.distributed (%s), so that all replicas wait for each other "
             "in every step. If a rank is lost, or waits elsewhere, the others leave that batch out. See "
@@ -252,7 +256,7 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
             strategy.global_rank, name,
         )  # fmt: skip
 
-    def check(self, number: int) -> None:
+    def check(self, number: float) -> None:
         assert self._strategy.connection is not None
         self._strategy.connection.membership.check()
         if self._sync_points.misses_collective(number):
@@ -262,6 +266,11 @@ class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
         self._sync_points.tell_collectives(0 if self._group is None else self._group.count)
 
     def after_sync_point(self, waited_s: float) -> None:
+        self._begin_stage()
+
+    def _begin_stage(self) -> None:
+        if self._group is not None and self._group.watch is self:
+            self._group.stage = self._strategy.num_runs, self._sync_points.opened
         self.begin_step()
 
 
