@@ -48,16 +48,16 @@ def test_a_rank_that_raised_alone_comes_back_with_the_next_fit(culprit: int) -> 
     assert told[culprit][1]["rank"] == 1
 
 
-@pytest.mark.parametrize(
-    ("culprit", "error"),
-    [(0, "PeerLost: rank 0: 1 of 2 replicas are left for this call of the Trainer"), (1, "StoreLost: rank 1: ")],
-)
-def test_a_rank_that_tries_again_alone_raises(culprit: int, error: str) -> None:
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_tries_again_alone_raises(culprit: int) -> None:
+    errors = (f"PeerLost: rank {culprit}: 1 of 2 replicas are left for this call of the Trainer",)
+    if culprit == 1:
+        errors += ("StoreLost: rank 1: ",)  # rank 0 ends with its store: either is seen first
     told = answers("try_again_alone", culprit=culprit)
     assert [fit["error"] for fit in told[1 - culprit]] == [""]
     first, second = told[culprit]
     assert first["error"] == "RuntimeError: diverged"
-    assert second["error"].startswith(error)
+    assert second["error"].startswith(errors)
     assert second["seen"] == []
 
 
