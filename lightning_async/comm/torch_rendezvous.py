@@ -263,6 +263,8 @@ def _gloo(meeting: _GroupRendezvous, host: str | None) -> TorchGroup:
             group.break_off()
             group.dispose()
         raise error from failure
+    finally:
+        failure = None  # its traceback holds this frame, and thereby Gloo's threads
 
 
 def _devices(host: str | None) -> list[Any]:

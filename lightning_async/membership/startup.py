@@ -29,6 +29,7 @@ from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, Evicte
 from lightning_async.membership.failure_detector import describe, new_life
 from lightning_async.membership.generation import in_order, listed
 from lightning_async.membership.join_protocol import JoinBoard
+from lightning_async.membership.launcher_channel import listen as listen_for_deaths
 from lightning_async.membership.membership import Membership
 from lightning_async.membership.signing import Seal
 from lightning_async.membership.status import ENDED, FAILED, StatusRecord, read_standings
@@ -485,6 +486,10 @@ class ProcessHeartbeat:
         self._membership.start()
         self._pid = os.getpid()
         atexit.register(self._membership.close)
+        # A process that ends within the first beats is known by the launcher's report alone.
+        self._reported: set[str] = set()
+        if (listener := listen_for_deaths(lambda death: self._reported.add(str(death.rank)))) is not None:
+            atexit.register(listener.close)
 
     @property
     def inherited(self) -> bool:
@@ -552,7 +557,10 @@ class ProcessHeartbeat:
                 if note := board.read(f"{key}/{name}"):
                     come[name] = note.get("failed") is True
                     awaited |= {*map(str, note.get("awaits", ()))}
-            missing = in_order(awaited - come.keys() - self._membership.ended().keys())
+            dead = self._membership.ended().keys() | self._reported - {*names}
+            missing = in_order(awaited - come.keys() - dead)
+            if time.monotonic() - began > self._membership.dead_after.total_seconds() + _SETTLES_S:
+                missing = [name for name in missing if name in names]  # ranks that were lost are not waited for longer
             if not failed and not {*names} <= come.keys() and time.monotonic() - began > _SETTLES_S:
                 self.check()
             elif not missing and (failed or {*names} <= come.keys()):

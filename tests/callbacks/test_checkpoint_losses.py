@@ -81,7 +81,8 @@ def test_those_that_are_left_save_on(place: str, schedule: str, dead: int, tmp_p
         assert given_up == 0, said
     # A rank that merges and packs in one tick while the next round commits has no part, and one that writes its part of
     # a save that is given up meanwhile finds its folder gone: the next save follows.
-    expected = r"comes too late for its part" + (r"|\[Errno 2\] .*\.tmp-" if given_up else "")
+    # Rank 0 gives saves up, and may die before it has said so.
+    expected = r"comes too late for its part" + (r"|\[Errno 2\] .*\.tmp-" if given_up or dead == 0 else "")
     assert "could not be saved" not in said or re.search(expected, said), said
     if place in ("step", "mark", "part"):
         assert sum(save.ranks == left for save in saves) > 2, "saves go on"
