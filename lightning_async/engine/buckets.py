@@ -104,6 +104,16 @@ class InFlightRound:
     void: bool = False  # no rank commits it; the same on all ranks
 
 
+@dataclass(kw_only=True)
+class ModelRound(InFlightRound):
+    """The record of a round whose result the training thread merges into the parameters."""
+
+    plan: Any  # the plan that follows from all headers
+    share: float  # this rank's weight in the mean
+    message_bytes: int  # size of this rank's message on the wire
+    healed: bool = False  # this replica was not finite, and takes over the others' model
+
+
 class BucketOwner(enum.Enum):
     """The thread that may read and write the buckets."""
 
@@ -130,6 +140,9 @@ class Buckets:
         self.message: Message | None = None
         self.offered: Message | None = None  # the message that this header announces
         self.arrived: Any = None  # the committed exchange whose result waits for the training thread
+        self.superseded: list[ModelRound] = []
+        """Committed rounds that this replica did not merge, or not on their own, until the training thread counts them.
+        """
         self.at_target = True  # the parameters are the last target, to the bit: no step was taken since
         self.to_engine = _Handover(replica.device)
         self.to_training = _Handover(replica.device)
@@ -284,10 +297,18 @@ class Buckets:
             self._changed.notify_all()
 
     def hand_over(self, exchange: InFlightRound) -> None:
-        """Make ``exchange`` the result that the training thread takes next. The caller holds the lock."""
+        """Make ``exchange`` the result that the training thread takes next. The caller holds the lock.
+
+        An earlier model that is not merged yet is superseded: the training thread merges both results at once.
+        """
         if exchange.message is not None:
             self.message = None
+        pending = self.arrived
         self.arrived = exchange
+        if isinstance(pending, ModelRound) and isinstance(exchange, ModelRound):
+            exchange.message = exchange.message or pending.message
+            exchange.healed = exchange.healed or pending.healed
+            self.superseded.append(pending)
 
 
 class _Handover:

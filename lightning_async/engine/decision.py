@@ -277,6 +277,19 @@ def ready_for(headers: Sequence[Header]) -> int:
     return wanted if there and len({h.version for h in headers}) == 1 else 0
 
 
+def able_to_share(headers: Sequence[Header], parts: Sequence[Any]) -> list[bool]:
+    """Return for each rank whether other ranks may take over its tensors.
+
+    A rank qualifies if all its tensors are finite: ``healthy`` and ``sound`` in its part of the header. If no rank
+    does, buffers and frozen parameters are ignored. If still no rank qualifies, and all ranks wait at sync points, then
+    all ranks qualify.
+    """
+    some_sound = any(part.sound and part.healthy for part in parts)
+    able = [part.healthy and (part.sound or not some_sound) for part in parts]
+    at_sync_points = all(header.sync_point is not SyncPointKind.NONE for header in headers)
+    return able if any(able) or not at_sync_points else [True] * len(parts)
+
+
 def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
     """Return the mark of the checkpoint that ranks save with the round of these headers.
 

@@ -341,7 +341,7 @@ class Session:
         averager.meet = meet
         self.user_collectives = UserCollectives(strategy, self)
         gradients = SynchronousGradients(
-            control, averager.sync_points, averager.synchronous_step, averager.component.weigh_step
+            control, averager.sync_points, averager.synchronous_step, averager.ledger.weigh_step
         )
         self.gradients = gradients
         # Gradients that are not finite are dropped, except under a scaler, which must see them: it skips the step on

@@ -52,14 +52,14 @@ class Ledger:
     def work(self) -> float:
         """Work that rounds and agreements have counted; right where none of them failed."""
         total = 0.0
-        averaging = self.components[0]
+        consensus, averaging, *_ = self.components
         for table in self.tables:
             headers, *parts = from_rows([Header(), *(component.blank for component in self.components)], table)
             round_decision = decide(headers, parts, self.components)
             kind = round_decision.plan.kind if round_decision.plan is not None else None
             if kind is averaging.average:
-                total += sum(part.work for part in parts[0])
-            elif kind is averaging.consensus or round_decision.opens:
+                total += sum(part.work for part in parts[1])
+            elif kind is consensus.round or round_decision.opens:
                 total += sum(part.unreported[0] for part in parts[0])
         return total
 

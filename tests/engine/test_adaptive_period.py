@@ -11,8 +11,8 @@ import torch
 from lightning_async.algorithms import AdaptivePeriod, DiLoCo, Schedule, Warmup
 from lightning_async.algorithms.schedules import Denser
 from lightning_async.engine.averaging.rounds import AveragingPart, disagreement
-from lightning_async.engine.averaging.rule_state import WorkLedger
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.engine.work_ledger import WorkLedger
 from lightning_async.trainer.loops.loop_state import without_own
 from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, FaultyRank, values

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightning_async.algorithms import DeltaMean, EveryNSteps
-from lightning_async.engine.averaging.rounds import NOT_COMPARED, ROUND, UNLIKE, AveragingPart
+from lightning_async.engine.averaging.rounds import ROUND, AveragingPart
 from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.consensus import NOT_COMPARED, ConsensusPart
 from lightning_async.engine.decision import RoundDecision, decide, from_rows, to_row
 from lightning_async.engine.gradients import reduction
 from lightning_async.engine.replica import Replica
@@ -20,9 +21,10 @@ from tests.engine.ranks import assemble
 
 
 class Row(NamedTuple):
-    """One rank's header, with the parts of the two wings."""
+    """One rank's header, with the parts of the three components."""
 
     common: Header = Header()
+    consensus: ConsensusPart = ConsensusPart()
     averaging: AveragingPart = AveragingPart()
     gradients: reduction.GradientPart = reduction.GradientPart()
 
@@ -50,8 +52,8 @@ def components() -> list[Any]:
 
 
 def round_decision(rows: list[Row], components: list[Any]) -> RoundDecision:
-    headers, averaging, gradients = (list(column) for column in zip(*rows, strict=True))
-    return decide(headers, [averaging, gradients], components)
+    headers, *parts = (list(column) for column in zip(*rows, strict=True))
+    return decide(headers, parts, components)
 
 
 TRAINS = Row(Header(exchange=3))
@@ -126,10 +128,6 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "moved without a step": (
         [held(5, unreported=(0.0,)), held(5, 8, unreported=(0.0,)), held(5, 9, unreported=(0.0,), healthy=False)],
         {**VALIDATE, "kind": "ConsensusRound", "weights": (0.5, 0.5, 0), "compare": True, "source": 0, "alike": True},
-    ),
-    "replicas with models of their own": (
-        [held(UNLIKE), held(UNLIKE)],
-        {**VALIDATE, "kind": "ConsensusRound", "weights": (0.5, 0.5), "compare": True, "source": 0},
     ),
     "one at a gate is not finite": (
         [held(5, healthy=False), held(6)],
@@ -223,13 +221,11 @@ def described(round_decision: RoundDecision) -> dict[str, Any]:
 def test_decide(name: str, components: list[Any]) -> None:
     rows, expected = CASES[name]
     found = described(round_decision(rows, components))
-    usual = (
-        {"fresh": False, "alike": False, "fragment": 0, "changed": ()}
-        if expected.get("kind") not in (None, "GradientRounds")
-        else {}
-    )
-    if usual:
-        assert found.pop("shares") == ((expected["weights"],) if expected["kind"] == "ConsensusRound" else ())
+    usual = {
+        "ConsensusRound": {"fresh": False, "alike": False, "shares": (expected.get("weights"),)},
+        "AveragingRound": {"fresh": False, "fragment": 0, "changed": ()},
+        "AnchorRound": {"fragment": 0, "changed": ()},
+    }.get(expected.get("kind", ""), {})
     if usual and "able" not in expected:
         found.pop("able")
     assert found == {**usual, **expected}
@@ -275,10 +271,14 @@ def test_a_header_survives_its_row() -> None:
             7, ROUND, Vote.END | Vote.STOP, True, SyncPointKind.EPOCH_END, 4, 2**52 - 1, 1, 1e9, 0.7, 3,
             SyncPointKind.STOP, True, 5.0, 6
         ),
-        AveragingPart(
-            True, 0.1, 2.0, (0.3, 0.2), 1e-3, False, True, True, 2**52 - 1, NOT_COMPARED, 2, 3.0, 0.25, (0.5, -1.0)
-        ),
+        ConsensusPart((0.3, 0.2), False, True, True, 2**52 - 1, NOT_COMPARED),
+        AveragingPart(True, 0.1, 2.0, 1e-3, False, True, True, 2, 3.0, 0.25, (0.5, -1.0)),
         reduction.GradientPart(3.0, 2**48 - 1, 3),
     )  # fmt: skip
-    blanks = [Header(), AveragingPart(unreported=(0.0, 0.0), scalars=(0.0, 0.0)), reduction.GradientPart()]
+    blanks = [
+        Header(),
+        ConsensusPart(unreported=(0.0, 0.0)),
+        AveragingPart(scalars=(0.0, 0.0)),
+        reduction.GradientPart(),
+    ]
     assert [part for (part,) in from_rows(blanks, [to_row(row)])] == list(row)

@@ -19,10 +19,11 @@ from lightning_async.algorithms import (
     SparseLoCo,
 )
 from lightning_async.algorithms.averaging import Round
-from lightning_async.engine.averaging.rule_state import RuleState, Work, WorkLedger
+from lightning_async.engine.averaging.rule_state import RuleState
 from lightning_async.engine.buckets import Buckets
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import SharedState
+from lightning_async.engine.work_ledger import Work, WorkLedger
 from lightning_async.strategies.averaging_state import SavedState
 
 events = st.lists(st.sampled_from(["step", "pack", "commit", "sync_point", "absent"]), max_size=60)

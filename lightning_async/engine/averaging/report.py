@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from lightning_async.algorithms.schedules import Pace, straggler
-from lightning_async.engine.averaging.rounds import Merge, UnmergedRound
+from lightning_async.engine.buckets import ModelRound
+from lightning_async.engine.consensus import AgreedModel
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class RunSummary:
         self.merge_s += report.merge_s
         self.payload_bytes += report.payload_bytes
 
-    def add_unmerged(self, unmerged: UnmergedRound) -> None:
+    def add_unmerged(self, unmerged: ModelRound) -> None:
         """Count a committed round that was not merged on its own, and has no report.
 
         So all ranks count the same number of rounds.
@@ -284,10 +285,10 @@ class Reports:
         self.blocked_s = 0.0  # time for which the training thread has waited for the round under way
         self._exchanges_s: deque[float] = deque(maxlen=2)
 
-    def add(self, arrived: Merge, step: int, failed_rounds: int, samples_by_rank: Sequence[float]) -> RoundReport:
+    def add(self, arrived: ModelRound, step: int, failed_rounds: int, samples_by_rank: Sequence[float]) -> RoundReport:
         report = RoundReport(
             id=arrived.id,
-            is_consensus=arrived.is_consensus,
+            is_consensus=isinstance(arrived, AgreedModel),
             share=arrived.share,
             num_present=sum(weight > 0.0 for weight in arrived.plan.weights),
             staleness_steps=step - arrived.message.step if arrived.message is not None else 0,
@@ -302,7 +303,7 @@ class Reports:
         if report.healed:
             self._warn_of_healing(step, report.id)
         self.blocked_s = self.merge_s = 0.0
-        if not arrived.is_consensus:  # a consensus moves all parameters as fp32, so its time says nothing of rounds
+        if not report.is_consensus:  # a consensus moves all parameters as fp32, so its time says nothing of rounds
             self._exchanges_s.append(arrived.exchange_s)
         self.summary.add(report)
         self.summary.failed_rounds = failed_rounds

@@ -1,0 +1,195 @@
+"""The counts of one replica's work: the samples and steps that no committed round includes yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from lightning_async.algorithms.automatic import Trend
+
+_FIRST_ROUNDS = 4  # of each fragment: later measurements are relative to those of these rounds
+T = TypeVar("T", float, tuple[float, ...])
+Weighting = Literal["samples", "steps", "equal"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """An amount of work of one replica: samples and optimizer steps."""
+
+    samples: float = 0.0
+    steps: float = 0.0
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.samples - other.samples, self.steps - other.steps)
+
+    def weight(self, weighting: Weighting) -> float:
+        if weighting == "equal":
+            return float(self.steps > 0 or self.samples > 0)
+        return self.steps if weighting == "steps" else self.samples
+
+
+@dataclass
+class WorkLedger:
+    """The counts of one replica's work: a step adds to them, a committed round subtracts the work in its message.
+
+    Each fragment of the parameters has two counts. ``work`` determines this replica's weight in the next mean, and is
+    set to zero when replicas agree, which means that all of them hold one model. ``since_round`` counts the steps since
+    the fragment's last round, whether or not replicas have agreed since then. The lock `SharedState.changed` protects
+    all fields.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    num_fragments: int = 1
+    weighting: Weighting = "samples"
+    weight_of_reported: float = 0.0
+    """The factor with which work that a round has averaged already counts in `weights`."""
+    work: list[Work] = field(init=False)  # by fragment, work since replicas last agreed that no round includes
+    since_round: list[float] = field(init=False)  # by fragment, steps since its last round
+    reported: list[Work] = field(init=False)  # by fragment, work in the last committed message; none after a consensus
+    last_round: float = 0.0  # when a round was last committed
+    fresh: bool = False
+    """Whether synchronous steps were taken since the rule's state was initialised.
+
+    If so, the next round initialises the rule's state anew.
+    """
+    synchronous: bool = False
+    """Whether this replica takes synchronous steps; then all other replicas wait for it, however slow it is."""
+    missed: int = 0
+    """The number of synchronous steps that the other replicas took, but this replica's optimizers did not."""
+
+    before_s: float = 0.0  # seconds between the last round and the checkpoint that was loaded
+    spread: Trend = field(default_factory=Trend)
+    """The trend of the squared distance between replicas, divided by the steps since they agreed."""
+    loss_variance: Trend = field(default_factory=Trend)  # trend of the variance of losses over replicas
+
+    def __post_init__(self) -> None:
+        self.agree()
+        self.since_round = [0.0] * self.num_fragments
+
+    def weights(self) -> tuple[float, ...]:
+        """Return, by fragment, this replica's weight in a consensus: its work since replicas last agreed."""
+        pairs = zip(self.work, self.reported, strict=True)
+        return tuple(
+            work.weight(self.weighting) + self.weight_of_reported * reported.weight(self.weighting)
+            for work, reported in pairs
+        )
+
+    def weigh_step(self, samples: float) -> float:
+        """Return the weight of this replica's gradients in the mean of a synchronous step.
+
+        It is the weight that the work of a local step on ``samples`` samples has in a round; 0 without samples.
+        """
+        return Work(samples, 1.0).weight(self.weighting) if samples > 0.0 else 0.0
+
+    def start(self) -> None:
+        self.last_round = self.now() - self.before_s
+
+    def step(self, samples: float) -> None:
+        self.work = [Work(work.samples + samples, work.steps + 1) for work in self.work]
+        self.since_round = [steps + 1 for steps in self.since_round]
+
+    def agree(self) -> None:
+        """Set this replica's work to zero, as one model includes the work of all replicas; keep ``since_round``."""
+        self.work = [Work()] * self.num_fragments
+        self.reported = [Work()] * self.num_fragments
+
+    def round(self, work: Work | None, steps: float = 0.0, fragment: int = 0) -> None:
+        """Count a committed round of ``fragment``: subtract the ``work`` and ``steps`` of this replica's message.
+
+        ``work`` is None if this replica had no message in the round.
+        """
+        self.last_round = self.now()
+        if work is not None:
+            self.work[fragment] -= work
+            self.reported[fragment] = work
+            self.since_round[fragment] -= steps
+
+    def compare(self, spread: float, loss_variance: float) -> None:
+        """Add the measurements of a committed round to the trends `spread` and `loss_variance`.
+
+        ``spread`` is that of the round's fragment. An infinite measurement is unknown, and is left out.
+        """
+        window = _FIRST_ROUNDS * self.num_fragments
+        self.spread = self.spread.add(self.num_fragments * spread, window)  # scaled from one fragment to all
+        self.loss_variance = self.loss_variance.add(loss_variance, window)
+
+    def synchronous_step(self, work: Work | None) -> None:
+        """Count a step with averaged gradients; ``work`` is None if this replica had no gradients in that step.
+
+        If this replica takes synchronous steps, a step without its gradients also counts as missed. If it takes local
+        steps already, the step does not change its work.
+        """
+        self.fresh = True
+        self.last_round = self.now()
+        self.missed += work is None and self.synchronous
+        if work is not None or self.synchronous:
+            # All replicas share this work already. It only tells which rank has the newest model if a sync point comes.
+            self.agree()
+            self.work = [work or Work()] * self.num_fragments
+            self.since_round = [0.0] * self.num_fragments
+
+    def begin(self) -> None:
+        if self.fresh:
+            self.fresh = False
+            self.since_round = [0.0] * self.num_fragments
+            self.last_round = self.now()
+
+    def part(self) -> None:
+        self.work = [Work()] * self.num_fragments
+        self.since_round = [0.0] * self.num_fragments
+        self.missed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "synchronous": self.synchronous,
+            "fresh": self.fresh,
+            "missed": self.missed,
+            "steps_since_round": list(self.since_round),
+            "seconds_since_round": self.now() - self.last_round,
+            "trends": {"spread": list(self.spread), "loss_variance": list(self.loss_variance)},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.synchronous = bool(saved["synchronous"])
+        self.fresh = bool(saved["fresh"])
+        self.missed = int(saved.get("missed", 0))
+        since = saved.get("steps_since_round", 0.0)
+        since = since if isinstance(since, list) else [float(since)]  # one number in checkpoints from before fragments
+        self.since_round = self._of_cut(since)
+        self.before_s = float(saved.get("seconds_since_round", 0.0))
+        trends = saved.get("trends", {})  # missing in older checkpoints
+        self.spread = self._trend_of(trends.get("spread", ()), len(since))
+        self.loss_variance = self._trend_of(trends.get("loss_variance", ()), len(since))
+
+    def work_dict(self) -> list[list[float]]:
+        return [[work.samples, work.steps] for work in self.work]
+
+    def reported_dict(self) -> list[list[float]]:
+        return [[work.samples, work.steps] for work in self.reported]
+
+    def load_work(self, work: Sequence[Any], reported: Sequence[Any] | None = None) -> None:
+        self.work = self._loaded(work)
+        if reported is not None:  # older checkpoints lack it
+            self.reported = self._loaded(reported)
+
+    def _loaded(self, saved: Sequence[Any]) -> list[Work]:
+        pairs = saved if isinstance(saved[0], (list, tuple)) else [saved]  # one pair in older checkpoints
+        return [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
+
+    def _trend_of(self, saved: Sequence[Any], num_fragments: int) -> Trend:
+        """Return the trend that a checkpoint has ``saved``.
+
+        A trend counts the rounds of all fragments. The checkpoint has counted rounds of ``num_fragments`` fragments, so
+        its count is converted to the present number of fragments.
+        """
+        trend = Trend(*saved)
+        return trend._replace(number=trend.number * self.num_fragments // num_fragments)
+
+    def _of_cut(self, counts: list[T]) -> list[T]:
+        """Return saved ``counts`` by fragment, for the present number of fragments.
+
+        If the number of fragments has changed, every fragment gets the largest saved count.
+        """
+        return list(counts) if len(counts) == self.num_fragments else [max(counts)] * self.num_fragments
