@@ -46,7 +46,7 @@ class Message:
 class RoundType(ABC):
     """A kind of round, which defines what data ranks exchange and which state they change with the result.
 
-    All its methods are called on the engine's thread.
+    All its methods but `merge` are called on the engine's thread.
     """
 
     takes_marks = True
@@ -82,6 +82,13 @@ class RoundType(ABC):
 
         The caller holds `SharedState.changed`.
         """
+
+    def merge(self, exchange: Any, step: int) -> None:
+        """Merge the result of a `ModelRound` into the parameters; ``step`` is this replica's present number of steps.
+
+        Called on the training thread, which owns the buckets.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no result to merge.")
 
 
 @dataclass

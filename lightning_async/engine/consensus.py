@@ -2,12 +2,12 @@
 
 At a sync point, the ranks' headers carry digests of their tensors. If all digests are equal, the sync point opens.
 Otherwise a `ConsensusRound` makes one model of all replicas: the mean, weighted by the work that each replica did since
-replicas last agreed. Every strategy has this component. `ModelKeeper` is how averaging takes part in it.
+replicas last agreed. Every strategy has this component.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,31 +55,19 @@ class AgreedModel(ModelRound):
     apart: dict[str, Tensor] = field(default_factory=dict)  # tensors beside the bucket, by name
 
 
-class ModelKeeper:
-    """An owner of a state that follows from each consensus, such as an averaging rule's; this base keeps none.
-
-    Its methods are called on the engine's thread.
-    """
-
-    def choose_model_(self, target: Tensor) -> None:
-        """Overwrite ``target``, a bucket with the mean of all replicas, by the model that replicas take."""
-
-    def on_consensus(self, target: Tensor, fresh: bool) -> None:
-        """Follow a consensus; with ``fresh``, begin anew from the model in the bucket ``target``."""
-
-
 class Consensus(EngineComponent):
     """A component of the engine that makes one model of all replicas at sync points.
 
-    It registers itself with the control plane. The training thread calls `merge` with the result.
+    It registers itself with the control plane. With each consensus, the engine's thread calls ``follow`` with the
+    bucket of the new model, and with whether a rank took synchronous steps since the rule's state was initialised.
     """
 
-    def __init__(self, control: ControlPlane, ledger: WorkLedger, keeper: ModelKeeper | None = None) -> None:
+    def __init__(self, control: ControlPlane, ledger: WorkLedger, follow: Callable[[Tensor, bool], None]) -> None:
         self._buckets = control.buckets
         self._replica = control.buckets.replica
         self._ledger = ledger
         self.blank = ConsensusPart(unreported=(0.0,) * self._replica.num_fragments)
-        self.round = ConsensusRound(control, ledger, keeper or ModelKeeper())
+        self.round = ConsensusRound(control, ledger, follow)
         control.register(self)
 
     def is_indispensable(self) -> bool:
@@ -124,25 +112,17 @@ class Consensus(EngineComponent):
             self._replica.pack_(self._buckets.received)
             self._buckets.at_target = True
 
-    def merge(self, arrived: AgreedModel) -> None:
-        """Copy the model of a consensus into the parameters; called on the training thread, which owns the buckets."""
-        buckets = self._buckets
-        buckets.to_training.take(arrived.target)
-        self._replica.merge_(arrived.target, None, with_state=True, buffers_too=True, of_round=False)
-        self._replica.tensors.set_apart(arrived.apart)
-        buckets.at_target = True
-
 
 class ConsensusRound(RoundType):
     """A round type that makes one model of all replicas at a sync point."""
 
-    def __init__(self, control: ControlPlane, ledger: WorkLedger, keeper: ModelKeeper) -> None:
+    def __init__(self, control: ControlPlane, ledger: WorkLedger, follow: Callable[[Tensor, bool], None]) -> None:
         self._buckets = control.buckets
         self._transfer = control.transfer
         self._replica = control.buckets.replica
         self._shared_state = control.shared_state
         self._ledger = ledger
-        self._keeper = keeper
+        self._follow = follow
 
     def begin(self, plan: ConsensusPlan, id: int, parts: Sequence[ConsensusPart]) -> AgreedModel:
         """Drop this rank's message, pack all tensors into the bucket `sent`, and return the record of the consensus."""
@@ -213,14 +193,21 @@ class ConsensusRound(RoundType):
         return flat.view(tensor.shape)
 
     def commit(self, exchange: AgreedModel) -> None:
-        self._keeper.choose_model_(exchange.target)
-        self._keeper.on_consensus(exchange.target, exchange.plan.fresh)
+        self._follow(exchange.target, exchange.plan.fresh)
 
     def hand_over(self, exchange: AgreedModel) -> None:
         """Pass the model to the training thread, and set this replica's work to zero: the model includes all work."""
         self._ledger.begin()
         self._ledger.agree()
         self._buckets.hand_over(exchange)
+
+    def merge(self, exchange: AgreedModel, step: int) -> None:
+        """Copy the model of a consensus into the parameters."""
+        buckets = self._buckets
+        buckets.to_training.take(exchange.target)
+        self._replica.merge_(exchange.target, None, with_state=True, buffers_too=True, of_round=False)
+        self._replica.tensors.set_apart(exchange.apart)
+        buckets.at_target = True
 
 
 def shares_of(work: Sequence[float], able: Sequence[bool]) -> tuple[float, ...]:

@@ -11,22 +11,20 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_async.algorithms.averaging import AveragingRule, DeltaMean
-from lightning_async.algorithms.schedules import Schedule, Synchronous
 from lightning_async.callbacks.monitor import AveragingMonitor
-from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.replica import BufferPolicies, OptimizerPolicy
-from lightning_async.engine.shared_state import Vote
+from lightning_async.engine.replica_engine import ReplicaEngine
+from lightning_async.engine.report import RunSummary
+from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.errors import Evicted, PeerLost, StoreLost
 from lightning_async.strategies.averaging_state import SavedState
 from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.strategies.join import JoinCoordinator
 from lightning_async.strategies.joining_rank import JoiningRank
-from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.rank_mapping import note_failure
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
@@ -66,18 +64,12 @@ class AsyncStrategy(ReplicatedStrategy):
     asynchronous = True
     checkpoint_key = "lightning_async"
     """The key of a checkpoint under which the averaging rule's state and the ranks' counts of steps and rounds are."""
-    rule: AveragingRule = DeltaMean()
-    """The rule that computes one model from replicas that differ at a sync point. Default: the mean of the replicas."""
-    schedule: Schedule = Synchronous()
-    """The schedule of local steps and rounds. Default: no local steps, and no rounds between sync points."""
     num_fragments: int = 1
     """The number of parts into which the parameters are divided; each averaging round moves one part, in turn."""
     automatic: tuple[str, ...] = ()
     """The names of the arguments whose values follow from measurements, for the summary of the run."""
-    make_step_runner: Callable[..., StepRunner] = LocalSteps
+    make_step_runner: Callable[..., StepRunner]
     """A function that makes the step runner of a session."""
-    make_totals: Callable[[], Any] | None = None
-    """A function that makes the totals that the summary shows; None: the summary shows averaging rounds."""
 
     def __init__(
         self,
@@ -234,9 +226,16 @@ class AsyncStrategy(ReplicatedStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         self.step_runner.after_backward()
 
-    @property
-    def averages_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return isinstance(self.schedule, Synchronous)
+    averages_gradients = True
+
+    def make_engine(self, control: ControlPlane, meet: Callable[[SyncPointKind], Arrival]) -> ReplicaEngine:
+        """Return the engine of a session, which is not started yet.
+
+        Args:
+            control: Control plane of the session.
+            meet: Function that waits at a sync point in the middle of a batch; it returns how the wait has ended.
+        """
+        return ReplicaEngine(control)
 
     @property
     def fewest(self) -> int:
@@ -256,7 +255,7 @@ class AsyncStrategy(ReplicatedStrategy):
         return None if self.fit_sessions is None else self.fit_sessions.session
 
     @property
-    def averager(self) -> BackgroundAverager | None:
+    def averager(self) -> ReplicaEngine | None:
         session = self._session
         return None if session is None else session.averager
 
@@ -312,6 +311,10 @@ class AsyncStrategy(ReplicatedStrategy):
     def on_model_changed(self) -> None:
         if self._session is not None:
             self._session.on_model_changed()
+
+    def advice(self) -> str:
+        """Return advice that follows from the summary of the run; "" for none."""
+        return ""
 
     def summarise(self) -> None:
         if self.fit_sessions is not None:

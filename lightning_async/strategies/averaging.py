@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
@@ -14,11 +14,16 @@ from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.compression import TopK
 from lightning_async.algorithms.outer_optimizers import DiLoCo
 from lightning_async.algorithms.schedules import Schedule
-from lightning_async.engine.averaging.rule_state import AveragerConfig, Weighting
+from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.compressed_mean import Compression
+from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.replica import BufferPolicies, OptimizerPolicy
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.timeouts import Timeouts
+from lightning_async.engine.work_ledger import Weighting
 from lightning_async.strategies.async_strategy import AsyncStrategy
+from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.environment.settings import check_optimizers
 from lightning_async.trainer.namespace import counting, pytorch
@@ -106,6 +111,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
     """
 
     strategy_name = "async_averaging"
+    make_step_runner = LocalSteps
 
     def __init__(
         self,
@@ -185,6 +191,17 @@ class AsyncAveragingStrategy(AsyncStrategy):
         elif several and self.world is not None and self.world.rank == 0:
             configuration_checks.warn_of_momentum(self.module, len(self.optimizers), self.rule)
 
+    @property
+    def averages_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return isinstance(self.schedule, Synchronous)
+
+    def make_engine(self, control: ControlPlane, meet: Callable[[SyncPointKind], Arrival]) -> BackgroundAverager:
+        return BackgroundAverager(control, self.rule, self.schedule, self.config, meet)
+
+    @property
+    def averager(self) -> BackgroundAverager | None:
+        return cast(BackgroundAverager | None, super().averager)
+
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.averager is not None:
             self.averager.see_loss(self.loss_of_batch(closure_loss))
@@ -207,6 +224,9 @@ class AsyncAveragingStrategy(AsyncStrategy):
         # First, because it is None by default, and this is called at every step.
         shared = super().shared_steps
         return None if shared is None or isinstance(self.schedule, Synchronous) else shared
+
+    def advice(self) -> str:
+        return self.summary.advice(self.schedule)
 
     def settings(self) -> dict[str, object]:
         return {

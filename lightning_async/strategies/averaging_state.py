@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.averaging.rule_state import RuleState
+from lightning_async.engine.checkpoint_markers import ModelState
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.replica_engine import ReplicaEngine
 from lightning_async.trainer.loops.loop_state import without_own
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class SavedState:
         if (saved := self.take()) is not None:
             self._warn_of_windows(saved)
 
-    def resume(self, averager: BackgroundAverager, rank: int, world_size: int) -> None:
+    def resume(self, averager: ReplicaEngine, rank: int, world_size: int) -> None:
         """Load the saved averaging state, if there is one, into the averager.
 
         The state has each rank's clocks: its counts of steps, rounds and work. If the checkpoint was saved with another
@@ -188,12 +188,12 @@ class SavedState:
             self._alike = replicas[0].get("alike")
             self._gathered = own.get("gathered") or self._gathered
 
-    def _warn_of_rule(self, saved: dict[str, Any], agreed: RuleState) -> None:
+    def _warn_of_rule(self, saved: dict[str, Any], agreed: ModelState) -> None:
         """Warn if the averager's rule needs a state, and the checkpoint was saved with another rule and lacks it."""
         if self._is_read and saved["rule"] != agreed.name and agreed.nbytes():
             log.warning(
-                "The checkpoint of %s holds no state of a rule: that of `rule=%r` begins there.",
-                self.origin, agreed.rule,
+                "The checkpoint of %s holds no state of a rule: that of `rule=%s` begins there.",
+                self.origin, agreed.name,
             )  # fmt: skip
 
     def _warn_of_windows(self, saved: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ class SavedState:
         )  # fmt: skip
 
 
-def state_of(averager: BackgroundAverager, world: LightningCollectives | None) -> dict[str, Any]:
+def state_of(averager: ReplicaEngine, world: LightningCollectives | None) -> dict[str, Any]:
     """Return the engine's state for a checkpoint. It has the clocks (counts of steps, rounds and work) of replicas.
 
     At a sync point, all ranks call this together, and the state has the clocks of every replica. Between sync points a
@@ -229,7 +229,7 @@ def state_of(averager: BackgroundAverager, world: LightningCollectives | None) -
     return {**averager.state_dict(), "replicas": replicas}
 
 
-def clocks_of(averager: BackgroundAverager, rank: int) -> dict[str, Any]:
+def clocks_of(averager: ReplicaEngine, rank: int) -> dict[str, Any]:
     """Return a rank's clocks (counts of steps, rounds and work) for `state_of`.
 
     Values that are equal on all ranks are only in rank 0's clocks.

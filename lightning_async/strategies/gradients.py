@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from torch.optim import LBFGS, SparseAdam
@@ -11,9 +12,12 @@ from lightning_async.algorithms.accumulation import BalancedWindows
 from lightning_async.algorithms.compression import PowerSGD, TopK
 from lightning_async.algorithms.staleness import DelayCorrection
 from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.gradients.compression import GradientCompression
 from lightning_async.engine.gradients.window import WindowTotals
 from lightning_async.engine.replica import BufferPolicies
+from lightning_async.engine.replica_engine import ReplicaEngine
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.strategies.async_strategy import AsyncStrategy
 from lightning_async.strategies.window_steps import ManualWindowSteps, WindowSteps, check_apart
@@ -85,7 +89,6 @@ class AsyncGradientStrategy(AsyncStrategy):
     strategy_name = "async_gradients"
     in_windows = True
     updates: OptimizerUpdates | None = None
-    make_totals = WindowTotals
 
     def __init__(
         self,
@@ -197,6 +200,9 @@ class AsyncGradientStrategy(AsyncStrategy):
 
         if trainer.state.fn == "fit" and not self.module.automatic_optimization:
             check_apart(type(self).__name__, self.module, self.optimizers)
+
+    def make_engine(self, control: ControlPlane, meet: Callable[[SyncPointKind], Arrival]) -> ReplicaEngine:
+        return ReplicaEngine(control, WindowTotals())
 
     def make_step_runner(self, *args: Any) -> StepRunner:  # pyright: ignore[reportIncompatibleVariableOverride]
         return WindowSteps(*args) if self.module.automatic_optimization else ManualWindowSteps(*args)

@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lightning_async.comm.collectives import Collectives
-from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.collectives import LightningCollectives, Packed, packed
 from lightning_async.engine.control_plane import forks_of
 from lightning_async.engine.replica import describe
+from lightning_async.engine.report import RunSummary
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout
 from lightning_async.events import tell

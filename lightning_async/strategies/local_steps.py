@@ -267,7 +267,7 @@ class LocalSteps(StepRunner):
         self._seen += 1
         if self._is_synchronous() and not self._reduced:
             raise RuntimeError(
-                f"Rank {self._strategy.global_rank}: `schedule={self._strategy.schedule!r}` asks for a step on "
+                f"Rank {self._strategy.global_rank}: `schedule={self._averager.schedule!r}` asks for a step on "
                 "averaged gradients, and the optimizer has stepped on this replica's own. With manual optimization "
                 "`self.manual_backward(loss)` is what averages them; `loss.backward()` does not."
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_async.algorithms.compression import Bf16, Fp8, Int8, PushCompressionName, TopK, TwoBit, make_compression
 from lightning_async.algorithms.staleness import StalenessPolicy
-from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.replica import BufferPolicies
+from lightning_async.engine.replica_engine import ReplicaEngine
+from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.membership.generation import Generation
 from lightning_async.membership.launcher_channel import REJOIN
@@ -161,8 +163,10 @@ class ParameterServerStrategy(AsyncStrategy):
     strategy_name = "parameter_server"
     alone = "without servers: nothing is pushed, and the optimizer is its own"
     make_step_runner = PushSteps
-    make_totals = PushTotals
     served = True
+
+    def make_engine(self, control: ControlPlane, meet: Callable[[SyncPointKind], Arrival]) -> ReplicaEngine:
+        return ReplicaEngine(control, PushTotals())
 
     @property
     def servers(self) -> Servers | None:
@@ -218,7 +222,7 @@ class ParameterServerStrategy(AsyncStrategy):
             if self.global_rank == 0:
                 self.handle.warn_of_momentum()
 
-    def join_servers(self, averager: BackgroundAverager) -> ParameterGroups:
+    def join_servers(self, averager: ReplicaEngine) -> ParameterGroups:
         """Find or start the servers, and connect this worker's model with them; all workers call this together.
 
         A joining rank calls it alone, and connects with the servers whose addresses it has received from rank 0.
@@ -288,7 +292,7 @@ class ParameterServerStrategy(AsyncStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self.saved.leave_rule(type(self.rule).__qualname__)
+        self.saved.leave_rule("")
         return checkpoint
 
     def summarise(self) -> None:

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from lightning_async.algorithms.staleness import make_policy, momentum_warning
 from lightning_async.comm.p2p_gloo import machine_name
 from lightning_async.comm.peer_storage import facing
-from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.replica_engine import ReplicaEngine
 from lightning_async.membership.startup import WaitWithLog
 from lightning_async.parameter_server.client import Client
 from lightning_async.parameter_server.consistency import WorkerRules
@@ -193,9 +193,7 @@ class ServerHandle:
             if (warning := momentum_warning(policy, group.name, group.arguments)) is not None:
                 log.warning(warning)
 
-    def find(
-        self, averager: BackgroundAverager, connection: Connection, run: int, num_nodes: int, environment: Any
-    ) -> None:
+    def find(self, averager: ReplicaEngine, connection: Connection, run: int, num_nodes: int, environment: Any) -> None:
         """Find or start the servers; all workers call this together.
 
         Args:
@@ -244,7 +242,7 @@ class ServerHandle:
         self,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
-        averager: BackgroundAverager,
+        averager: ReplicaEngine,
         world: LightningCollectives | None = None,
     ) -> ParameterGroups:
         """Connect this worker's model with the servers.
@@ -395,7 +393,7 @@ class ServerHandle:
         return [each for optimizer in optimizers for each in optimizer.param_groups]
 
 
-def _totals_of(averager: BackgroundAverager) -> PushTotals:
+def _totals_of(averager: ReplicaEngine) -> PushTotals:
     return cast(PushTotals, averager.summary.totals)
 
 

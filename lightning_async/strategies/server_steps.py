@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
 
-from lightning_async.algorithms.schedules import Action
-from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
+from lightning_async.engine.replica_engine import ReplicaEngine
 from lightning_async.engine.shared_state import SyncPointKind
 from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.errors import AsyncTrainingError
@@ -28,7 +27,7 @@ from lightning_async.parameter_server.discovery import Agreement
 from lightning_async.parameter_server.metrics import PushTotals
 from lightning_async.parameter_server.store import in_words
 from lightning_async.parameter_server.tables import HeldState, ParameterGroups, rates_of, refuse_groups
-from lightning_async.strategies.local_steps import StepBatches, learning_rate
+from lightning_async.strategies.local_steps import StepBatches
 from lightning_async.trainer.namespace import (
     Undo,
     callbacks_of,
@@ -170,7 +169,7 @@ class Requests:
         totals: Totals of the requests.
     """
 
-    def __init__(self, averager: BackgroundAverager, totals: PushTotals) -> None:
+    def __init__(self, averager: ReplicaEngine, totals: PushTotals) -> None:
         self._averager = averager
         self._totals = totals
         self._thread = ThreadPoolExecutor(1, "lightning_async pushes")
@@ -263,7 +262,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
     def __init__(
         self,
         strategy: ParameterServerStrategy,
-        averager: BackgroundAverager,
+        averager: ReplicaEngine,
         gradients: SynchronousGradients,
     ) -> None:
         self._strategy = strategy
@@ -552,7 +551,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
     def _tick(self, stepped: bool = True) -> None:
         self._batches.see()
         samples = self._samples.report()
-        self._averager.tick(Action.GRADIENTS, samples, stepped=stepped, lr=learning_rate(self._strategy.optimizers))
+        self._averager.end_step(samples, stepped)
 
     def _ask(self, ask: Callable[[], Any]) -> Any:
         self._requests.begin(ask)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_async.algorithms.schedules import Pace, straggler
 from lightning_async.comm.default_group import DefaultGroupWatch, default_group
-from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import AveragedState, every_tensor, recompute_batch_norm, reset
-from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.replica import Replica
+from lightning_async.engine.replica_engine import ReplicaEngine
+from lightning_async.engine.report import RunSummary
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.errors import CollectiveError
@@ -336,12 +336,10 @@ class Session:
             self._look()
 
         connection.membership.on_change = on_change
-        self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
-        averager = self.averager
-        averager.meet = meet
+        self.averager = averager = strategy.make_engine(control, meet)
         self.user_collectives = UserCollectives(strategy, self)
         gradients = SynchronousGradients(
-            control, averager.sync_points, averager.synchronous_step, averager.ledger.weigh_step
+            control, averager.sync_points, averager.count_gradients, averager.ledger.weigh_step
         )
         self.gradients = gradients
         # Gradients that are not finite are dropped, except under a scaler, which must see them: it skips the step on
@@ -349,7 +347,6 @@ class Session:
         gradients.rounds.drops = scaler_of(strategy.precision_plugin) is None
         gradients.rounds.on_drop = averager.summary.drop
         self.averager.summary.automatic = strategy.automatic
-        self.averager.summary.totals = None if strategy.make_totals is None else strategy.make_totals()
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
         self.step_runner = strategy.make_step_runner(strategy, averager, gradients)
@@ -423,11 +420,11 @@ class Session:
         summary = self.averager.summary
         rank_zero_info(f"{summary.title}, as rank 0 saw it:\n{summary}")
         trainer: Any = self._strategy.module.trainer
-        if summary.rank == 0 and not trainer.fast_dev_run and (advice := summary.advice(self._strategy.schedule)):
+        if summary.rank == 0 and not trainer.fast_dev_run and (advice := self._strategy.advice()):
             log.warning(advice)
 
 
-def status_record_of(averager: BackgroundAverager, live_ranks: RankMap | None, run: int) -> StatusRecord:
+def status_record_of(averager: ReplicaEngine, live_ranks: RankMap | None, run: int) -> StatusRecord:
     """Return the status of this replica, for ``lightning-async status``.
 
     Values are read without locks, so they may be of slightly different times; nothing depends on them.

@@ -18,14 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_async.algorithms.accumulation import BalancedWindows
-from lightning_async.algorithms.schedules import Action
-from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.gradients.window import Window, WindowTotals
+from lightning_async.engine.replica_engine import ReplicaEngine
 from lightning_async.engine.shared_state import SyncPointKind, Vote
 from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.strategies.delay_correction import correcting
-from lightning_async.strategies.local_steps import StepBatches, learning_rate
+from lightning_async.strategies.local_steps import StepBatches
 from lightning_async.strategies.server_steps import SampleCounts
 from lightning_async.trainer.loops.updates import OptimizerUpdates
 from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulls, searches_lr
@@ -57,7 +56,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
     def __init__(
         self,
         strategy: AsyncGradientStrategy,
-        averager: BackgroundAverager,
+        averager: ReplicaEngine,
         gradients: SynchronousGradients,
     ) -> None:
         self._strategy = strategy
@@ -307,8 +306,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._totals.arrive(arrived, averager.sync_points, gradients.rounds.message_bytes)
         # Mixed precision may have skipped the step.
         stepped = self._seen > before
-        lr = learning_rate(strategy.optimizers)
-        averager.tick(Action.GRADIENTS, samples, stepped=stepped, lr=lr)
+        averager.end_step(samples, stepped)
         # Last, because a sync point may open for this replica from here on.
         gradients.stepped()
 
@@ -519,7 +517,7 @@ class WindowSchedule:
         averager: Averager of the session.
     """
 
-    def __init__(self, strategy: AsyncGradientStrategy, averager: BackgroundAverager) -> None:
+    def __init__(self, strategy: AsyncGradientStrategy, averager: ReplicaEngine) -> None:
         self._strategy = strategy
         self._averager = averager
 

@@ -80,7 +80,7 @@ def assemble(
     membership.on_change = control.wake
     averager = BackgroundAverager(control, rule, schedule, config)
     gradients = SynchronousGradients(
-        control, averager.sync_points, averager.synchronous_step, averager.ledger.weigh_step
+        control, averager.sync_points, averager.count_gradients, averager.ledger.weigh_step
     )
     gradients.compress(compression)
     return averager, gradients

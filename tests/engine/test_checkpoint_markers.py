@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.algorithms import EASGD, DeltaMean, DiLoCo, EveryNSteps, Synchronous
-from lightning_async.engine.averaging.rounds import CheckpointMarkers, MarkedRound
+from lightning_async.engine.checkpoint_markers import CheckpointMarkers, MarkedRound
 from lightning_async.engine.shared_state import Arrival, Mark
 from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.engine.timeouts import Timeouts

@@ -449,7 +449,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_fragments(after: int) -> No
     again = averager.state_dict()
     for name, tensor in state.items():
         assert torch.equal(bits(again["rule_state"][name]), bits(tensor))
-    assert (again["num_rounds"], averager.agreed.next_fragment) == (4, 4 % after)
+    assert (again["num_rounds"], averager.rule_state.next_fragment) == (4, 4 % after)
     # Of the nine steps, the rounds at the eighth, the fourth and the sixth hold all but so many.
     assert averager.ledger.since_round == ([1.0, 5.0, 3.0] if after == 3 else [5.0] * after)
 

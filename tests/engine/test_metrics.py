@@ -9,8 +9,8 @@ import pytest
 
 import lightning_async
 from lightning_async.algorithms import EveryNSteps
-from lightning_async.engine.averaging.report import RunSummary, Totals
 from lightning_async.engine.gradients.window import WindowTotals
+from lightning_async.engine.report import RunSummary, Totals
 from lightning_async.parameter_server.metrics import PushTotals
 
 WINDOWS = WindowTotals(number=3, own=2, batches=6, exchange_s=2.0, waited_s=1.0, sent_bytes=80)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_async.callbacks.monitor import AveragingMonitor
-from lightning_async.engine.averaging.report import RunSummary
+from lightning_async.engine.report import RunSummary
 from tests.strategies.workers import Outcomes
 
 pytestmark = pytest.mark.processes

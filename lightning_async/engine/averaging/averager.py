@@ -1,14 +1,8 @@
-"""The training thread's side of averaging: counting work, packing messages, and merging results.
-
-Strategies use `BackgroundAverager`. `Merger` carries out the last step of a round: it moves the parameters by the
-round's result.
-"""
+"""`BackgroundAverager`: averaging rounds, as the training thread sees them; it packs messages and merges results."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,84 +10,73 @@ from torch import Tensor
 
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
-from lightning_async.engine.averaging.report import Reports, RoundReport, RunSummary
-from lightning_async.engine.averaging.rounds import ROUND, AveragingComponent, CheckpointMarkers, LocalMessage, Merge
+from lightning_async.engine.averaging.rounds import ROUND, AveragingComponent, LocalMessage, Merge
 from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState
-from lightning_async.engine.buckets import Buckets, ModelRound
-from lightning_async.engine.consensus import AgreedModel, Consensus
+from lightning_async.engine.buckets import ModelRound
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.fingerprint import all_finite
+from lightning_async.engine.replica_engine import ReplicaEngine
+from lightning_async.engine.report import RoundReport
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
-from lightning_async.engine.sync_points import SyncPointParticipant, SyncPoints
-from lightning_async.engine.work_ledger import Work, WorkLedger
-
-log = logging.getLogger(__name__)
+from lightning_async.engine.work_ledger import WorkLedger
+from lightning_async.flat import FlatLayout
 
 
-class BackgroundAverager(SyncPointParticipant):
+class BackgroundAverager(ReplicaEngine):
     """An averager of one replica with the other replicas, in the background of training.
 
     The training thread calls `plan` before every optimizer step, and `tick` after it (or both once per batch, where
-    several optimizers step). It calls `sync_points.rendezvous` wherever all ranks must hold one model, and
-    `sync_points.resume` when training continues. The engine's thread carries out the rounds; `close` ends that thread.
-    All ranks must start with equal parameters. Raises ValueError if ``rule`` does not work with the options in
-    ``config``.
+    several optimizers step). The engine's thread carries out the rounds.
+
+    Args:
+        control: Control plane, which is not started yet.
+        rule: Averaging rule.
+        schedule: Schedule of local steps and rounds.
+        config: Options of averaging. Default: those of `AveragerConfig()`.
+        meet: Function that waits at a sync point; `plan` calls it before synchronous steps begin. Default:
+            ``sync_points.rendezvous``.
+
+    Raises:
+        ValueError: ``rule`` does not work with the options in ``config``.
     """
 
     def __init__(
-        self, control: ControlPlane, rule: AveragingRule, schedule: Schedule, config: AveragerConfig | None = None
+        self,
+        control: ControlPlane,
+        rule: AveragingRule,
+        schedule: Schedule,
+        config: AveragerConfig | None = None,
+        meet: Callable[[SyncPointKind], Arrival] | None = None,
     ) -> None:
         self.config = config or AveragerConfig()
         self.config.check_rule(type(self).__name__, rule)
-        self.control = control
         self.schedule = schedule
-        self._box = control.shared_state
-        self._buckets = control.buckets
-        self._now = control.now
-        self.replica = control.buckets.replica
-        self.ledger = WorkLedger(
-            self._now, self.replica.num_fragments, self.config.weighting, self.config.weight_of_reported(rule)
+        buckets = control.buckets
+        fragments = buckets.replica.num_fragments
+        ledger = WorkLedger(control.now, fragments, self.config.weighting, self.config.weight_of_reported(rule))
+        self.rule_state = RuleState(rule, buckets, control.shared_state)
+        self.component = AveragingComponent(control, self.rule_state, ledger, self.config)
+        super().__init__(
+            control,
+            agreed=self.rule_state,
+            ledger=ledger,
+            residuals=self.component.average,
+            on_consensus=self.component.on_consensus,
         )
-        self.agreed = RuleState(rule, self._buckets, self._box)
-        self.component = AveragingComponent(control, self.agreed, self.ledger, self.config)
-        self.consensus = Consensus(control, self.ledger, self.component)
         control.register(self.component)
-        self.marks = CheckpointMarkers(control, self.agreed, self.ledger, self.component.average)
-        self.sync_points = SyncPoints(control, self)
-        self.summary = RunSummary(
-            rank=control.rank, world_size=control.transfer.small.world_size, fragments=self.replica.num_fragments
-        )
-        self._reports = Reports(self.summary)
-        exact = self.config.compression == "none" or rule.keeps_residual
-        self._merger = Merger(self._buckets, self.agreed, exact)
-        self.meet: Callable[[SyncPointKind], Arrival] = self.sync_points.rendezvous
-        """A function that waits at a sync point; `plan` calls it before synchronous steps begin."""
+        self._meet = meet or self.sync_points.rendezvous
         self.on_healed: Callable[[], None] = lambda: None
         """A function that is called after this replica, which was not finite, has taken over the others' model."""
-        # Both are for checkpoints.
-        self.gathered: Callable[[], Any] = lambda: None  # returns what is gathered for the next step
-        self.alike: Callable[[], Any] = lambda: None  # returns further state that is equal on all replicas
-        self.step = self.first_step = self.epoch = 0
-        self._resumed = self._in_flight = False
+        self._in_flight = False
         self._loss_sum: Tensor | float = 0.0  # sum of the losses of local steps since the last message that was due
         self._num_losses = 0
-        self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
+        self._step_s = self._last_tick = self._stood_at = 0.0
 
-    def start(self) -> None:
-        """Start the engine's thread and the measurement of times; all replicas must hold equal parameters."""
-        ledger = self.ledger
+    def _begin(self) -> None:
         self._last_tick = self._now()
-        self.started_at = self._last_tick - self.summary.elapsed_s  # the time before a checkpoint counts
-        ledger.start()
-        self.first_step = self.step
         if not self.step and not self._resumed:  # asked here, as a rank without data takes no step
-            ledger.fresh = ledger.synchronous = self._ask(ReplicaClock(0, 0, 0, 0.0)) is Action.GRADIENTS
-        self.control.start()
-
-    def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
-        """End the engine's thread, without waiting for other ranks. Idempotent."""
-        if not self.control.close(timeout):
-            log.warning("The engine's thread of rank %d did not end within %s.", self.summary.rank, timeout)
+            is_synchronous = self._ask(ReplicaClock(0, 0, 0, 0.0)) is Action.GRADIENTS
+            self.ledger.fresh = self.ledger.synchronous = is_synchronous
 
     def plan(self) -> Action:
         """Return the action that the schedule chooses for the next step, and prepare the model for that step.
@@ -130,7 +113,7 @@ class BackgroundAverager(SyncPointParticipant):
             )
         )
         apart = not ledger.synchronous or Vote.SYNCHRONISE in box.agreed
-        if action is Action.GRADIENTS and apart and self.meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
+        if action is Action.GRADIENTS and apart and self._meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
             action = Action.LOCAL  # others ask for a validation or a stop, which comes first
         synchronous = action is Action.GRADIENTS
         if ledger.synchronous and not synchronous:
@@ -157,13 +140,9 @@ class BackgroundAverager(SyncPointParticipant):
         self._forget_losses()
         self._buckets.at_target = True
 
-    def synchronous_step(self, samples: float | None) -> None:
-        """Count a step with averaged gradients; ``samples`` is this replica's number of samples in that step.
-
-        ``samples`` is None if this replica had no gradients in the step. An averaging message that a header has already
-        announced is dropped. The caller holds `SharedState.changed`.
-        """
-        self.ledger.synchronous_step(None if samples is None else Work(samples, 1.0))
+    def count_gradients(self, samples: float | None) -> None:
+        """Count a step with averaged gradients, and drop an averaging message that a header has already announced."""
+        super().count_gradients(samples)
         message = self._buckets.message
         if isinstance(message, LocalMessage) and message.announced:
             self._buckets.message = None  # it was made with the old rule state; the work goes into another message
@@ -192,22 +171,14 @@ class BackgroundAverager(SyncPointParticipant):
         Returns:
             The report of the round that was merged, or None if no result was merged.
         """
-        box = self._box
         now = self._now()
         self._step_s = 0.9 * self._step_s + 0.1 * (now - self._last_tick) if self._step_s else now - self._last_tick
         self._last_tick = now
         self.summary.synchronous_steps += action is Action.GRADIENTS
-        with box.changed:
-            self.control.see()
-            if stepped:
-                self.step += 1
-                self._buckets.at_target = False
-                box.samples = box.samples + samples
-                box.steps = float(self.step)
-                self.summary.samples += samples
-                self.summary.steps += 1
-                if action is not Action.GRADIENTS:
-                    self.ledger.step(samples)
+        with self._box.changed:
+            self._count(samples, stepped)
+            if stepped and action is not Action.GRADIENTS:
+                self.ledger.step(samples)
         report = self._take()
         if action is Action.ROUND:
             if self.config.overlap:
@@ -230,7 +201,7 @@ class BackgroundAverager(SyncPointParticipant):
         return self._take() or report
 
     def _has_news(self) -> bool:
-        fragment = self.agreed.next_fragment
+        fragment = self.rule_state.next_fragment
         work = self.ledger.work[fragment]
         return work.weight(self.config.weighting) > 0.0 or self.ledger.since_round[fragment] > 0.0
 
@@ -245,7 +216,7 @@ class BackgroundAverager(SyncPointParticipant):
         ledger = self.ledger
         started = self._now()
         with box.changed:
-            fragment = self.agreed.next_fragment  # no round is under way where a message may be packed
+            fragment = self.rule_state.next_fragment  # no round is under way where a message may be packed
             since = ledger.since_round[fragment]
             message = LocalMessage(ROUND, self.step, ledger.work[fragment], since, due, lr, fragment)
             opened = not due and box.sync_point is SyncPointKind.NONE
@@ -276,60 +247,19 @@ class BackgroundAverager(SyncPointParticipant):
         self._loss_sum = 0.0
         self._num_losses = 0
 
-    def _take(self) -> RoundReport | None:
-        buckets = self._buckets
-        with self._box.changed:
-            self._count_unmerged()
-            arrived = buckets.arrived
-            if not isinstance(arrived, ModelRound):
-                return None
-            buckets.take()
-        started = self._now()
-        with buckets.used():
-            if isinstance(arrived, AgreedModel):
-                self.consensus.merge(arrived)
-            elif isinstance(arrived, Merge):
-                self._merger.merge(arrived, self.step)
-            with self._box.changed:
-                buckets.arrived = None
-        self._reports.merge_s += self._now() - started
-        if arrived.healed:
-            with self._box.changed:
-                self.ledger.agree()  # this replica's work is lost: its parameters were overwritten
+    def _note(self, merged: ModelRound) -> None:
+        if merged.healed:
             self.on_healed()
-        message = arrived.message
-        if isinstance(arrived, Merge) and isinstance(message, LocalMessage) and message.due:
-            # A round that a sync point asked for ends no whole period; with several fragments, nor does the first of
-            # each.
-            whole = arrived.round.past > 0 or self.replica.num_fragments == 1
-            chosen = self.agreed.rule.chosen(arrived.round)
-            if whole:
-                self.summary.settings = {"period_steps": message.steps, "step_s": self._step_s, **chosen}
-        return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
-
-    def _count_unmerged(self) -> None:
-        """Add the averaging rounds that were not merged on their own to the summary.
-
-        The caller holds `SharedState.changed`.
-        """
-        superseded = self._buckets.superseded
-        while superseded:
-            if isinstance(exchange := superseded.pop(0), Merge):
-                self.summary.add_unmerged(exchange)
-
-    def global_step(self) -> int:
-        """Return an estimate of the number of optimizer steps per replica.
-
-        The estimate is the mean over all replicas when headers were last exchanged, plus this replica's steps since
-        then. If this replica was ahead of the mean, its later steps count less, in proportion.
-        """
-        box = self._box
-        pace = min(1.0, box.mean_steps / box.steps_then) if box.steps_then else 1.0
-        return int(box.mean_steps + pace * (self.step - box.steps_then))
+        message = merged.message
+        if not isinstance(merged, Merge) or not isinstance(message, LocalMessage) or not message.due:
+            return
+        # A round that a sync point asked for ends no whole period; with several fragments, nor does the first of each.
+        if merged.round.past > 0 or self.replica.num_fragments == 1:
+            chosen = self.rule_state.rule.chosen(merged.round)
+            self.summary.settings = {"period_steps": message.steps, "step_s": self._step_s, **chosen}
 
     def before_sync_point(self) -> None:
-        self.replica.tensors.check_unchanged()
-        self._buckets.to_engine.give()
+        super().before_sync_point()
         self._stood_at = self._now()
         self._in_flight = isinstance(self._buckets.message, LocalMessage)
 
@@ -348,119 +278,19 @@ class BackgroundAverager(SyncPointParticipant):
     def after_sync_point(self, waited_s: float) -> None:
         if not self._buckets.announced:
             self.component.drop_left_over()
-        self.summary.idle_s += waited_s
+        super().after_sync_point(waited_s)
 
     def leave_sync_point(self) -> None:
-        """Start the time of the next step; from now on, average parameters that were unfrozen at the sync point."""
         self._last_tick = self._now()  # the time at the sync point is no part of a step
-        replica = self.replica
-        buckets = self._buckets
-        followed = False
-        replica.tensors.check_unchanged(thawed_too=False)
-        if not (thawed := replica.tensors.thawed()):
-            return
-        while not followed:
-            self._take()
-            with buckets.alone(self.control.see):
-                if followed := buckets.arrived is None:  # no result of the old layout is left
-                    before = replica.layout
-                    replica.take_thawed()
-                    buckets.lay_out(self.control.transfer.registered)
-                    self.agreed.follow_layout(before)
-                    self.component.average.follow_layout()
-                    self.control.forget()
-        log.info("Rank %d: %d parameters were unfrozen and are averaged from now on.", self.summary.rank, len(thawed))
+        super().leave_sync_point()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copy the rule's state and the counts of rounds, which are equal on all replicas at a sync point."""
-        return self.agreed.state_dict()
+    def _follow_layout(self, before: FlatLayout) -> None:
+        super()._follow_layout(before)
+        self.component.average.follow_layout()
 
     def clocks(self) -> dict[str, Any]:
-        with self._box.changed:
-            self._count_unmerged()  # the round that a save belongs to may be one of them
-        self.summary.elapsed_s = self.started_at and self._now() - self.started_at
-        return {
-            "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
-            "rule_state": self.agreed.rule_state_dict(own=True),
-            "gathered": self.gathered(), "alike": self.alike(), "losses": [float(self._loss_sum), self._num_losses],
-        }  # fmt: skip
+        return {**super().clocks(), "losses": [float(self._loss_sum), self._num_losses]}
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
-        """Load a saved state, before `start`. Raises ValueError if it was saved with another averaging rule.
-
-        Args:
-            saved: State that is equal on all replicas, from `state_dict`.
-            clocks: This replica's own state, from the method `clocks`: its steps, its work, and the fields of the
-                rule's state that differ between replicas. Fields that are missing keep their initial values.
-        """
-        self.agreed.load_state_dict(saved, clocks["rule_state"])
-        box = self._box
-        self.step = int(clocks["step"])
-        self.epoch = int(clocks["epoch"])
-        self._resumed = True
-        self.ledger.load_state_dict(clocks)
+        super().load_state_dict(saved, clocks)
         self._loss_sum, self._num_losses = clocks.get("losses", (0.0, 0))
-        self.summary.load_state_dict(clocks["summary"])
-        box.steps_then = box.steps = float(self.step)
-        box.mean_steps = float(clocks.get("mean_steps", self.step))
-        box.samples = self.summary.samples
-
-
-class Merger:
-    """A merger of committed rounds into one replica's parameters, on the training thread.
-
-    ``exact`` is False if messages are compressed and the rule keeps no residual. Then a message's compression error
-    remains in the parameters, so a replica does not copy a round's target over them, even if it has taken no step.
-    """
-
-    def __init__(self, buckets: Buckets, agreed: RuleState, exact: bool = True) -> None:
-        self._buckets = buckets
-        self._agreed = agreed
-        self._replica = buckets.replica
-        self._exact = exact
-
-    def merge(self, arrived: Merge, step: int) -> None:
-        replica = self._replica
-        buckets = self._buckets
-        message = arrived.message
-        base = arrived.base
-        target = arrived.target
-        takes_all = base is None
-        buckets.to_training.take(*(bucket for bucket in (target, base) if bucket is not None))
-        if message is not None:  # the snapshot holds one fragment: it tells nothing of others
-            stood_still = message.step == step and self._exact and len(arrived.fragments) == 1
-        else:
-            stood_still = buckets.at_target
-        rest = message if isinstance(message, LocalMessage) and message.fragment == replica.last_fragment else None
-        # Buffers change without a step, too (accumulated batches), so their own counters tell how far they have moved.
-        if rest is not None and base is not None:
-            replica.merge_late_(target, base, rest.updates, arrived.plan.source is not None)
-        if stood_still:
-            base = None
-        if base is not None and self._agreed.rule.mixes and (message is None or message.step != step):
-            target = self._mix(arrived, base)
-            base = None
-        replica.merge_(
-            target,
-            base,
-            with_state=message is not None and takes_all,
-            buffers_too=arrived.plan.source is not None and rest is not None,
-            still=stood_still and not takes_all,
-            of_round=True,
-            fragments=None if takes_all else arrived.fragments,
-        )
-        is_whole = replica.num_fragments == 1 or buckets.at_target
-        buckets.at_target = takes_all or (stood_still and is_whole)
-
-    def _mix(self, arrived: Merge, base: Tensor) -> Tensor:
-        """Return a bucket with the target, plus the part of this replica's progress since ``base`` that the rule keeps.
-
-        This may also change those fields of the rule's state that differ between replicas.
-        """
-        replica = self._replica
-        mixed = arrived.target.clone()
-        replica.pack_parameters_(mixed, arrived.fragments)
-        for fragment in arrived.fragments:
-            live, snapshot, target = (replica.of_rule(each, fragment) for each in (mixed, base, arrived.target))
-            self._agreed.mix_(live, snapshot, target, arrived.round._replace(fragment=fragment))
-        return mixed

@@ -4,9 +4,6 @@ A header is the row of numbers that each rank sends to all others before an exch
 numbers about averaging into this rank's header, and plans rounds from the headers of all ranks. There are two types of
 rounds: `AveragingRound` averages all messages, and `AnchorRound` initialises the rule's state anew after synchronous
 steps. These classes run on the engine's thread.
-
-`CheckpointMarkers` is for checkpoints that ranks save together without waiting for each other: its methods, for the
-training thread, ask for a round to be marked, and return this rank's copy of the state after that round.
 """
 
 from __future__ import annotations
@@ -16,23 +13,21 @@ import logging
 import math
 import operator
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_async import ops
 from lightning_async.algorithms.averaging import Round
 from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState
 from lightning_async.engine.buckets import InFlightRound, Message, ModelRound, RoundType
 from lightning_async.engine.compressed_mean import CompressedMean, mean_of
-from lightning_async.engine.consensus import ModelKeeper
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.decision import ComponentPlan, EngineComponent, able_to_share
 from lightning_async.engine.replica import Updates
-from lightning_async.engine.shared_state import Header, Mark, Vote
+from lightning_async.engine.shared_state import Header
 from lightning_async.engine.work_ledger import Work, WorkLedger
 from lightning_async.errors import CollectiveError
 
@@ -101,7 +96,7 @@ class Merge(ModelRound):
     loss_variance: float = math.inf  # variance of the messages' losses; infinite where unknown, as the line above
 
 
-class AveragingComponent(EngineComponent, ModelKeeper):
+class AveragingComponent(EngineComponent):
     """A component of the engine that averages parameters.
 
     Its methods run on the engine's thread. The training thread may call `drop_left_over`, too.
@@ -188,11 +183,9 @@ class AveragingComponent(EngineComponent, ModelKeeper):
         if here:
             self.drop_left_over()
 
-    def choose_model_(self, target: Tensor) -> None:
-        self._agreed.agree_(target)
-
     def on_consensus(self, target: Tensor, fresh: bool) -> None:
-        if fresh:
+        """Follow a consensus, whose model is in the bucket ``target``; with ``fresh``, begin the rule's state anew."""
+        if fresh or not self.rule.absent_follow:
             self._agreed.begin(target)
         self.average.forget_debts()
 
@@ -273,6 +266,9 @@ class AveragingRound(_Round):
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         super().__init__(control, agreed, ledger)
         self._config = config
+        self._exact = config.compression == "none" or agreed.rule.keeps_residual
+        """Whether messages leave no compression error in the parameters; only then may a round's target be copied over
+        parameters that have taken no step."""
         self._compressed: list[CompressedMean] = []
         """The compressed mean of each fragment; empty without compression."""
         self.follow_layout()
@@ -390,6 +386,52 @@ class AveragingRound(_Round):
             exchange.fragments = pending.fragments
         return pending.base
 
+    def merge(self, exchange: Merge, step: int) -> None:
+        replica = self._replica
+        buckets = self._buckets
+        message = exchange.message
+        base = exchange.base
+        target = exchange.target
+        takes_all = base is None
+        buckets.to_training.take(*(bucket for bucket in (target, base) if bucket is not None))
+        if message is not None:  # the snapshot holds one fragment: it tells nothing of others
+            stood_still = message.step == step and self._exact and len(exchange.fragments) == 1
+        else:
+            stood_still = buckets.at_target
+        rest = message if isinstance(message, LocalMessage) and message.fragment == replica.last_fragment else None
+        # Buffers change without a step, too (accumulated batches), so their own counters tell how far they have moved.
+        if rest is not None and base is not None:
+            replica.merge_late_(target, base, rest.updates, exchange.plan.source is not None)
+        if stood_still:
+            base = None
+        if base is not None and self._agreed.rule.mixes and (message is None or message.step != step):
+            target = self._mix(exchange, base)
+            base = None
+        replica.merge_(
+            target,
+            base,
+            with_state=message is not None and takes_all,
+            buffers_too=exchange.plan.source is not None and rest is not None,
+            still=stood_still and not takes_all,
+            of_round=True,
+            fragments=None if takes_all else exchange.fragments,
+        )
+        is_whole = replica.num_fragments == 1 or buckets.at_target
+        buckets.at_target = takes_all or (stood_still and is_whole)
+
+    def _mix(self, exchange: Merge, base: Tensor) -> Tensor:
+        """Return a bucket with the target, plus the part of this replica's progress since ``base`` that the rule keeps.
+
+        This may also change those fields of the rule's state that differ between replicas.
+        """
+        replica = self._replica
+        mixed = exchange.target.clone()
+        replica.pack_parameters_(mixed, exchange.fragments)
+        for fragment in exchange.fragments:
+            live, snapshot, target = (replica.of_rule(each, fragment) for each in (mixed, base, exchange.target))
+            self._agreed.mix_(live, snapshot, target, exchange.round._replace(fragment=fragment))
+        return mixed
+
     def residuals(self) -> dict[str, Any]:
         """Return the compression errors that this rank keeps for the part of each mean that it encodes.
 
@@ -444,133 +486,3 @@ class AnchorRound(_Round):
         The training thread gets no result. The ranks' messages remain, and an averaging round of them follows.
         """
         self._ledger.fresh = False
-
-
-class MarkedRound(NamedTuple):
-    """A marked round, with this rank's copy of the state after it; the ranks save a checkpoint of that state."""
-
-    mark: Mark  # the checkpoint and its members
-    share: dict[str, Any] | None  # the result of `RuleState.share` after the round; None after a synchronous step
-
-
-class CheckpointMarkers:
-    """The marks by which asynchronous replicas save one checkpoint together, without waiting for each other.
-
-    A rank whose checkpoint is due calls `ask`; then all ranks mark the next round. When that round commits, the
-    engine's thread copies this rank's share of the model and of the rule's state. The training thread gets this copy
-    from `take`, and saves it. If another exchange commits first, the copy is lost, and `lost` returns the mark. All
-    public methods are for the training thread.
-    """
-
-    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
-        self._box = control.shared_state
-        self._control = control
-        self._agreed = agreed
-        self._average = average
-        self._ledger = ledger
-        self._name = control.membership.generation.name
-        self.settle: Callable[[], None] = lambda: None
-        """A function that saves this rank's part of a marked round; called before this replica changes again."""
-        control.on_mark(self._copy)
-
-    def ask(self) -> None:
-        """Ask all ranks to mark the next round; the request travels with the next header, and does not cause one."""
-        with self._box.changed:
-            self._box.asked |= Vote.SAVE
-
-    def begin(self, saved: int) -> None:
-        """Set the number of the newest checkpoint that this rank knows of, unless it knows of a newer one.
-
-        Call this before the control plane starts, or at a sync point.
-        """
-        with self._box.changed:
-            self._box.saved = max(self._box.saved, saved)
-
-    def replica(self) -> dict[str, Any]:
-        """Return this replica's own state of averaging for a checkpoint: its work, its residuals, and similar values.
-
-        The result does not include the rule's state and the module's tensors.
-        """
-        with self._box.changed:
-            buckets = self._control.buckets
-            return {
-                "work": self._ledger.work_dict(),
-                "reported": self._ledger.reported_dict(),
-                "at_target": buckets.at_target,
-                "reference": buckets.replica.reference,
-                "remainders": buckets.replica.remainders,
-                "residuals": self._average.residuals(),
-            }
-
-    def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
-        """Load this replica's own part of a checkpoint, after all replicas have loaded the rule's state.
-
-        Args:
-            replica: Result of the method `replica`.
-            tensors: This replica's own tensors, by their names in the module's ``state_dict``.
-            module: Module into which the tensors are copied.
-        """
-        buckets = self._control.buckets
-        with buckets.alone(self._control.see), torch.no_grad():
-            for name, value in module.state_dict().items():
-                if isinstance(value, Tensor) and name in tensors:
-                    value.copy_(tensors[name])
-            if buckets.replica.reference.shape == replica["reference"].shape:  # buffers may be kept now, or not
-                buckets.replica.reference.copy_(replica["reference"])
-            remainders = replica.get("remainders", {})
-            for name in buckets.replica.remainders.keys() & remainders.keys():
-                buckets.replica.remainders[name].copy_(remainders[name])
-            if replica["at_target"]:
-                buckets.replica.pack_(buckets.received)
-        with self._box.changed:
-            if "residuals" in replica:  # older checkpoints lack them
-                self._average.load_residuals(replica["residuals"])
-            self._ledger.load_work(replica["work"], replica.get("reported"))
-            buckets.at_target = replica["at_target"]
-
-    @property
-    def saved(self) -> int:
-        return self._box.saved
-
-    @property
-    def due(self) -> bool:
-        with self._box.changed:
-            marked = self._box.marked
-        return marked is not None and self._name in marked.mark.members
-
-    def take(self) -> MarkedRound | None:
-        """Return the marked round whose checkpoint this rank must save now; each marked round is returned once.
-
-        Return None if there is none, if this rank has yet to merge a result, or if this rank is not among the
-        checkpoint's members.
-        """
-        with self._box.changed:
-            if self._control.buckets.arrived is not None:
-                return None
-            marked = self._box.marked
-            self._box.marked = None
-        return marked if marked is not None and self._name in marked.mark.members else None
-
-    def lost(self, all: bool = False) -> list[Mark]:
-        """Return the marks of checkpoints for which this rank's part is lost; each mark is returned once.
-
-        A part is lost if the next exchange has committed before `take` returned the marked round. With ``all``, the
-        marked round that `take` could still return is dropped, and its mark is returned, too.
-        """
-        with self._box.changed:
-            lost = self._box.lost
-            self._box.lost = []
-            if all and self._box.marked is not None:
-                lost = [*lost, self._box.marked]
-                self._box.marked = None
-        return [marked.mark for marked in lost if self._name in marked.mark.members]
-
-    def _copy(self, exchange: InFlightRound) -> MarkedRound:
-        mark = exchange.mark
-        share = None
-        assert mark is not None
-        if isinstance(exchange, ModelRound) and self._name in mark.members:
-            share = self._agreed.share(exchange.target, mark.members.index(self._name), len(mark.members))
-        if not isinstance(exchange, ModelRound):  # gradients: the checkpoint holds the step that follows them
-            mark = mark._replace(step=mark.step + 1)
-        return MarkedRound(mark, share)

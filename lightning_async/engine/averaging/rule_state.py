@@ -6,7 +6,6 @@ rounds.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import Tensor
 from lightning_async.algorithms.averaging import AveragingRule, Round
 from lightning_async.algorithms.compression import TopK
 from lightning_async.engine.buckets import Buckets
+from lightning_async.engine.checkpoint_markers import BY_FRAGMENT, ModelState
 from lightning_async.engine.compressed_mean import Compression
 from lightning_async.engine.shared_state import SharedState
 from lightning_async.engine.timeouts import Timeouts
@@ -29,7 +29,6 @@ _LEFT_BY_CODES = 1e-6
 Such a message leaves a small compression error in the replica's parameters. The weight is negligible beside new work,
 but decides if no replica has new work."""
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
-_BY_FRAGMENT = "fragments"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +128,7 @@ class AveragerConfig:
             )
 
 
-class RuleState:
+class RuleState(ModelState):
     """The averaging rule, and the rule's state for each fragment of the parameters.
 
     The state is equal on all replicas between rounds, except for the fields in `AveragingRule.per_replica`. Only the
@@ -139,14 +138,8 @@ class RuleState:
 
     def __init__(self, rule: AveragingRule, buckets: Buckets, shared_state: SharedState) -> None:
         self.rule = rule
-        self.num_rounds = 0
-        """The number of committed averaging rounds, equal on all replicas; it determines the next round's fragment."""
         self._states: list[Any] = []
-        self._sizes: list[int] = []
-        self._replica = buckets.replica
-        self._buckets = buckets
-        self._shared_state = shared_state
-        self.begin(buckets.received)
+        super().__init__(buckets, shared_state)
 
     @property
     def name(self) -> str:
@@ -159,10 +152,12 @@ class RuleState:
 
     def begin(self, target: Tensor) -> None:
         """Initialise the rule's state from the parameters in the bucket ``target``, which are equal on all replicas."""
+        super().begin(target)
         replica = self._replica
-        layouts = [replica.layout_of(f) for f in range(replica.num_fragments)]
-        self._states = [self.rule.init(replica.of_rule(target, f), layout) for f, layout in enumerate(layouts)]
-        self._sizes = [layout.numel for layout in layouts]
+        self._states = [
+            self.rule.init(replica.of_rule(target, fragment), replica.layout_of(fragment))
+            for fragment in range(replica.num_fragments)
+        ]
 
     def message_(self, sent: Tensor, fragment: int) -> tuple[float, ...]:
         """Turn the snapshot of ``fragment`` in the bucket ``sent`` into the rule's message, in place.
@@ -187,62 +182,10 @@ class RuleState:
         self._states[f] = self.rule.merge_(mine, of_rule(target, f), self._states[f], round)
         self.num_rounds += 1
 
-    def agree_(self, target: Tensor) -> None:
-        """Overwrite ``target``, the mean of all replicas' parameters, with the model that replicas get at a sync point.
-
-        The rule chooses that model (`AveragingRule.agree`); for most rules the model is the mean itself.
-        """
-        for fragment, state in enumerate(self._states):
-            mean = self._replica.of_rule(target, fragment)
-            shown = self.rule.agree(mean, state)
-            if shown is not mean:
-                mean.copy_(shown)
-
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, round: Round) -> None:
         f = round.fragment
         with self._shared_state.committing:
             self._states[f] = self.rule.mix_(live, base, target, self._states[f], round)
-
-    def share(self, target: Tensor, mine: int, num_shares: int) -> dict[str, Any]:
-        """Copy this rank's share of the model and of the rule's state, for a checkpoint after a round.
-
-        ``target`` is the bucket with the round's result. Each flat tensor is divided into ``num_shares`` parts of about
-        equal size, of which part ``mine`` is copied. Other values are copied completely. The share has only values that
-        are equal on all replicas. The caller holds `SharedState.committing`.
-        """
-        state = self._by_name(own=False)
-        of_rule = self._replica.of_rule
-        models = [self.rule.agree(of_rule(target, f), each) for f, each in enumerate(self._states)]
-        tensors = {"model": models, **{name: parts for name, parts in state.items() if self._is_joined(parts)}}
-        return {
-            **self._origin(),
-            "flat": {name: _share(parts, mine, num_shares) for name, parts in tensors.items()},
-            "shapes": {
-                name: list(parts[0].shape) if len(parts) == 1 else [sum(self._sizes)] for name, parts in tensors.items()
-            },
-            "plain": {name: _copied(parts) for name, parts in state.items() if name not in tensors},
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        with self._shared_state.committing:
-            return {**self._origin(), "rule_state": self._whole(own=False)}
-
-    def _origin(self) -> dict[str, Any]:
-        layout = self._replica.layout
-        return {
-            "round": self._shared_state.next_exchange,
-            "num_rounds": self.num_rounds,
-            "rule": self.name,
-            "parameters": [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)],
-        }
-
-    def rule_state_dict(self, own: bool) -> dict[str, Any]:
-        """Copy fields of the rule's state for a checkpoint.
-
-        With ``own``, these are the fields that differ between replicas; otherwise, the fields that are equal on all.
-        """
-        with self._shared_state.committing:
-            return self._whole(own)
 
     def nbytes(self) -> int:
         """Return the size of the tensors in the rule's state; any thread may call this."""
@@ -259,29 +202,13 @@ class RuleState:
         names = [name for name in states[0] if (name in self.rule.per_replica) == own]
         return {name: [state[name] for state in states] for name in names}
 
-    def _whole(self, own: bool) -> dict[str, Any]:
-        """Copy the fields that ``own`` selects (see `rule_state_dict`), and join the fragments of each flat field.
-
-        So the copy can be loaded with another number of fragments.
-        """
-        state = self._by_name(own)
-        return {k: torch.cat(parts) if self._is_flat(parts) else _copied(parts) for k, parts in state.items()}
-
-    def _is_flat(self, parts: Sequence[Any]) -> bool:
-        sizes = zip(parts, self._sizes, strict=True)
-        return all(isinstance(p, Tensor) and p.dtype is torch.float32 and p.shape == (size,) for p, size in sizes)
-
-    def _is_joined(self, parts: Sequence[Any]) -> bool:
-        return self._is_flat(parts) or (len(parts) == 1 and isinstance(parts[0], Tensor))
-
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Load ``saved``, a result of `state_dict`, and ``own``, a result of ``rule_state_dict(own=True)``.
 
         Fields that differ between replicas, and that ``own`` lacks, keep their initial values. Raises ValueError if
         another rule has saved its state.
         """
-        self._shared_state.next_exchange = int(saved["round"])
-        self.num_rounds = int(saved.get("num_rounds", 0))
+        super().load_state_dict(saved, own)
         if saved["rule"] != self.name and not (saved["rule_state"] or own):
             return  # the other rule had no state, so this rule's begins here
         if saved["rule"] != self.name:
@@ -302,7 +229,7 @@ class RuleState:
         count = len(self._sizes)
         if isinstance(value, Tensor) and value.shape == (sum(self._sizes),):
             return value.split(self._sizes)[fragment]
-        parts = value[_BY_FRAGMENT] if isinstance(value, dict) and value.keys() == {_BY_FRAGMENT} else [value]
+        parts = value[BY_FRAGMENT] if isinstance(value, dict) and value.keys() == {BY_FRAGMENT} else [value]
         if len(parts) != count:
             raise ValueError(
                 f"`fragments={count}` cannot go on from a checkpoint of `fragments={len(parts)}`: `{name}` of "
@@ -359,23 +286,6 @@ def _name_of(rule: AveragingRule) -> str:
     name = getattr(rule, "saved_as", "") or type(rule).__qualname__
     inner = getattr(rule, "rule", None)
     return f"{name}({_name_of(inner)})" if isinstance(inner, AveragingRule) else name
-
-
-def _copied(parts: Sequence[Any]) -> Any:
-    return copy.deepcopy(parts[0] if len(parts) == 1 else {_BY_FRAGMENT: list(parts)})
-
-
-def _share(parts: Sequence[Tensor], mine: int, num_shares: int) -> Tensor:
-    """Copy part number ``mine`` of ``num_shares`` about equal parts of the tensors, joined as one flat tensor."""
-    size, rest = divmod(sum(part.numel() for part in parts), num_shares)
-    start = mine * size + min(mine, rest)
-    end = start + size + (mine < rest)
-    found = []
-    for part in parts:
-        found.append(part.reshape(-1)[max(0, start) : max(0, end)])
-        start -= part.numel()
-        end -= part.numel()
-    return torch.cat(found)
 
 
 def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Tensor, layout: FlatLayout) -> None:
