@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightning_async.algorithms import DeltaMean, EveryNSteps
-from lightning_async.engine.averaging.rounds import NOT_COMPARED, ROUND, UNLIKE, AveragingPart
+from lightning_async.engine.averaging.rounds import NOT_COMPARED, ROUND, AveragingPart
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.decision import RoundDecision, decide, from_rows, to_row
 from lightning_async.engine.gradients import reduction
@@ -126,10 +126,6 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "moved without a step": (
         [held(5, unreported=(0.0,)), held(5, 8, unreported=(0.0,)), held(5, 9, unreported=(0.0,), healthy=False)],
         {**VALIDATE, "kind": "ConsensusRound", "weights": (0.5, 0.5, 0), "compare": True, "source": 0, "alike": True},
-    ),
-    "replicas with models of their own": (
-        [held(UNLIKE), held(UNLIKE)],
-        {**VALIDATE, "kind": "ConsensusRound", "weights": (0.5, 0.5), "compare": True, "source": 0},
     ),
     "one at a gate is not finite": (
         [held(5, healthy=False), held(6)],

@@ -20,16 +20,6 @@ from lightning_async.engine.shared_state import SharedState
 START, SNAPSHOT, TARGET = 1.0, 3.0, 5.0
 
 
-class Shown:
-    """As much of the wing as a merge tells something."""
-
-    showing = False
-    own = False
-
-    def keeps_own_model(self) -> bool:
-        return self.own
-
-
 class Half(DeltaMean):
     """Half of the progress made meanwhile is kept."""
 
@@ -44,20 +34,17 @@ def merged(
     now: float,
     *,
     base: float | None,
-    own: bool = False,
     step: int = 4,
     message_step: int | None = 4,
     rule: Any = None,
     **fields: Any,
-) -> tuple[float, Merger, Buckets, Any]:
+) -> tuple[float, Buckets]:
     """Where a replica stands after a merge, that stood at ``now``."""
     module = nn.Linear(2, 1, bias=False)
     nn.init.constant_(module.weight, START)
     shared_state = SharedState()
     buckets = Buckets(Replica(module), shared_state)
-    component: Any = Shown()
-    component.own = own
-    merger = Merger(buckets, RuleState(rule or DeltaMean(), buckets, shared_state), component)
+    merger = Merger(buckets, RuleState(rule or DeltaMean(), buckets, shared_state))
     nn.init.constant_(module.weight, now)
     buckets.at_target = message_step is None and now == START
     message = None if message_step is None else LocalMessage(ROUND, message_step, Work(1.0, 1.0), 1.0, True)
@@ -68,22 +55,22 @@ def merged(
         base=None if base is None else torch.full((2,), base), **fields,
     )  # fmt: skip
     merger.merge(arrived, step)
-    return module.weight[0, 0].item(), merger, buckets, component
+    return module.weight[0, 0].item(), buckets
 
 
 def test_without_a_step_since_the_snapshot_it_is_a_copy() -> None:
-    x, _, buckets, _ = merged(SNAPSHOT, base=SNAPSHOT)
+    x, buckets = merged(SNAPSHOT, base=SNAPSHOT)
     assert (x, buckets.at_target) == (TARGET, True)
 
 
 def test_progress_since_the_snapshot_is_kept() -> None:
-    x, _, buckets, _ = merged(SNAPSHOT + 0.5, base=SNAPSHOT, step=6)
+    x, buckets = merged(SNAPSHOT + 0.5, base=SNAPSHOT, step=6)
     assert (x, buckets.at_target) == (TARGET + 0.5, False)
 
 
 def test_an_absent_replica_moves_from_the_last_target_to_the_new_one() -> None:
     assert merged(START + 0.5, base=START, message_step=None)[0] == TARGET + 0.5
-    x, _, buckets, _ = merged(START, base=START, message_step=None)
+    x, buckets = merged(START, base=START, message_step=None)
     assert (x, buckets.at_target) == (TARGET, True)
 
 
@@ -98,12 +85,3 @@ def test_a_consensus_is_a_copy() -> None:
 @pytest.mark.parametrize(("now", "step", "expected"), [(SNAPSHOT + 0.5, 6, TARGET + 0.25), (SNAPSHOT, 4, TARGET)])
 def test_the_rule_may_say_what_becomes_of_progress(now: float, step: int, expected: float) -> None:
     assert merged(now, base=SNAPSHOT, step=step, rule=Half())[0] == expected
-
-
-def test_a_model_of_its_own_comes_back_after_the_sync_point() -> None:
-    x, merger, buckets, component = merged(2.0, base=None, is_consensus=True, message_step=None, own=True)
-    assert (x, component.showing) == (TARGET, True)
-    assert merger.restore_local()
-    assert buckets.replica.parameters[0][0, 0].item() == 2.0
-    assert (component.showing, buckets.at_target) == (False, False)
-    assert not merger.restore_local(), "once"

@@ -60,7 +60,7 @@ class BackgroundAverager(SyncPointParticipant):
         )
         self._reports = Reports(self.summary)
         exact = self.config.compression == "none" or rule.keeps_residual
-        self._merger = Merger(self._buckets, self.agreed, self.component, exact)
+        self._merger = Merger(self._buckets, self.agreed, exact)
         self.meet: Callable[[SyncPointKind], Arrival] = self.sync_points.rendezvous
         """A function that waits at a sync point; `plan` calls it before synchronous steps begin."""
         self.on_healed: Callable[[], None] = lambda: None
@@ -95,7 +95,7 @@ class BackgroundAverager(SyncPointParticipant):
 
         Before synchronous steps begin (``Action.GRADIENTS``), wait at a sync point, so that all replicas start these
         steps with one model. If another rank asks for a validation or a stop during the wait, return ``Action.LOCAL``
-        instead. Before a local step, restore this replica's own model if the module shows that of a sync point.
+        instead.
         """
         box = self._box
         ledger = self.ledger
@@ -128,12 +128,8 @@ class BackgroundAverager(SyncPointParticipant):
         if action is Action.GRADIENTS and apart and self.meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
             action = Action.LOCAL  # others ask for a validation or a stop, which comes first
         synchronous = action is Action.GRADIENTS
-        if synchronous:
-            self._merger.go_on_from(None)
-        else:
-            if ledger.synchronous:
-                self._leave_synchronous()
-            self._merger.restore_local()  # a sync point that did not open may still have shown its model
+        if ledger.synchronous and not synchronous:
+            self._leave_synchronous()
         with box.changed:
             ledger.synchronous = box.in_step = synchronous
         return action
@@ -248,7 +244,7 @@ class BackgroundAverager(SyncPointParticipant):
             since = ledger.since_round[fragment]
             message = LocalMessage(ROUND, self.step, ledger.work[fragment], since, due, lr, fragment)
             opened = not due and box.sync_point is SyncPointKind.NONE
-            if opened or self.component.showing or not buckets.can_pack() or not self._has_news():
+            if opened or not buckets.can_pack() or not self._has_news():
                 return False
             buckets.take()
         with buckets.used(message):
@@ -343,9 +339,6 @@ class BackgroundAverager(SyncPointParticipant):
             self.component.drop_left_over()
         self.summary.idle_s += waited_s
 
-    def before_batch(self) -> None:
-        self._merger.restore_local()
-
     def leave_sync_point(self) -> None:
         """Start the time of the next step; from now on, average parameters that were unfrozen at the sync point."""
         self._last_tick = self._now()  # the time at the sync point is no part of a step
@@ -355,7 +348,6 @@ class BackgroundAverager(SyncPointParticipant):
         replica.tensors.check_unchanged(thawed_too=False)
         if not (thawed := replica.tensors.thawed()):
             return
-        self._merger.restore_local()  # the replica's own model is a bucket of the old layout
         while not followed:
             self._take()
             with buckets.alone(self.control.see):
@@ -378,26 +370,9 @@ class BackgroundAverager(SyncPointParticipant):
         self.summary.elapsed_s = self.started_at and self._now() - self.started_at
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
-            "rule_state": self.agreed.rule_state_dict(own=True), "local": self._local_state(),
-            "gathered": self.gathered(), "alike": self.alike(), "losses": [float(self._loss_sum), self._num_losses],
+            "rule_state": self.agreed.rule_state_dict(own=True), "gathered": self.gathered(), "alike": self.alike(),
+            "losses": [float(self._loss_sum), self._num_losses],
         }  # fmt: skip
-
-    def _local_state(self) -> dict[str, Any] | None:
-        """Return this replica's own model and its work while the module shows the model of a sync point; else None."""
-        if (model := self._merger.local) is None:
-            return None
-        return {"model": model, "work": self.ledger.work_dict()}
-
-    def _load_local(self, saved: dict[str, Any]) -> None:
-        model = saved["model"].to(self.replica.device)
-        if model.shape != self._buckets.received.shape:
-            log.warning(
-                "Rank %d goes on from the model that the checkpoint shows, not from its own, because other parameters "
-                "or buffers are averaged now.", self.summary.rank,
-            )  # fmt: skip
-            return
-        self._merger.go_on_from(model)
-        self.ledger.load_work(saved["work"])
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         """Load a saved state, before `start`. Raises ValueError if it was saved with another averaging rule.
@@ -414,8 +389,6 @@ class BackgroundAverager(SyncPointParticipant):
         self._resumed = True
         self.ledger.load_state_dict(clocks)
         self._loss_sum, self._num_losses = clocks.get("losses", (0.0, 0))
-        if (local := clocks.get("local")) is not None:
-            self._load_local(local)
         self.summary.load_state_dict(clocks["summary"])
         box.steps_then = box.steps = float(self.step)
         box.mean_steps = float(clocks.get("mean_steps", self.step))
@@ -429,14 +402,11 @@ class Merger:
     remains in the parameters, so a replica does not copy a round's target over them, even if it has taken no step.
     """
 
-    def __init__(self, buckets: Buckets, agreed: RuleState, component: AveragingComponent, exact: bool = True) -> None:
+    def __init__(self, buckets: Buckets, agreed: RuleState, exact: bool = True) -> None:
         self._buckets = buckets
         self._agreed = agreed
-        self._component = component
         self._replica = buckets.replica
         self._exact = exact
-        self._local: Tensor | None = None
-        """The replica's own parameters, in a bucket, while the module shows the model of a sync point; else None."""
 
     def merge(self, arrived: Merge, step: int) -> None:
         replica = self._replica
@@ -457,11 +427,6 @@ class Merger:
         target = arrived.target
         if stood_still:
             base = None
-        if consensus and arrived.plan.fresh:
-            self._local = None  # after synchronous steps all replicas are one
-        elif consensus and self._local is None and self._component.keeps_own_model():
-            self._local = torch.empty_like(target)
-            replica.pack_(self._local)
         if base is not None and rule.mixes and (message is None or message.step != step):
             target = self._mix(arrived, base)
             base = None
@@ -478,7 +443,6 @@ class Merger:
         self._buckets.at_target = takes_all or (stood_still and is_whole)
         if consensus:
             replica.tensors.set_apart(arrived.apart)
-            self._component.showing = self._local is not None
 
     def _mix(self, arrived: Merge, base: Tensor) -> Tensor:
         """Return a bucket with the target, plus the part of this replica's progress since ``base`` that the rule keeps.
@@ -492,25 +456,3 @@ class Merger:
             live, snapshot, target = (replica.of_rule(each, fragment) for each in (mixed, base, arrived.target))
             self._agreed.mix_(live, snapshot, target, arrived.round._replace(fragment=fragment))
         return mixed
-
-    def restore_local(self) -> bool:
-        """Restore this replica's own parameters if the module shows a sync point's model; return whether it did so."""
-        if self._local is None:
-            return False
-        self._replica.merge_(self._local, None, with_state=True)
-        self.go_on_from(None)
-        self._buckets.at_target = False
-        return True
-
-    @property
-    def local(self) -> Tensor | None:
-        """This replica's own model in a bucket, while the module shows the model of a sync point; else None."""
-        return self._local
-
-    def go_on_from(self, local: Tensor | None) -> None:
-        """Set ``local``, a bucket with this replica's own model, which `restore_local` copies into the module.
-
-        With None, `restore_local` does nothing, and training continues with the model that the module holds.
-        """
-        self._local = local
-        self._component.showing = local is not None

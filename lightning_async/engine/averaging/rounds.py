@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 ROUND = 1  # the priority of averaging rounds: the lowest
 NOT_COMPARED = -1  # in place of a digest: this rank has not computed it yet
-UNLIKE = -2  # in place of a digest: this replica holds a model of its own, equal to no other
 
 
 class AveragingPart(NamedTuple):
@@ -128,7 +127,7 @@ class UnmergedRound(NamedTuple):
 class AveragingComponent(EngineComponent):
     """A component of the engine that averages parameters.
 
-    Its methods run on the engine's thread. The training thread may call `drop_left_over` and `keeps_own_model`, too.
+    Its methods run on the engine's thread. The training thread may call `drop_left_over`, too.
     """
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
@@ -146,7 +145,6 @@ class AveragingComponent(EngineComponent):
         self.average = AveragingRound(control, agreed, ledger, config)
         self.consensus = ConsensusRound(control, agreed, ledger, self.average)
         self.start = AnchorRound(control, agreed, ledger, self.average)
-        self.showing = False  # the module shows the model of a sync point, not this replica's own
         self._diverged = False
 
     def is_indispensable(self) -> bool:
@@ -191,14 +189,8 @@ class AveragingComponent(EngineComponent):
     def _compared(self, part: AveragingPart) -> AveragingPart:
         """Return ``part`` with fingerprints of this replica's tensors, by which ranks compare their models."""
         whole, rest = self._replica.digests()
-        if self.keeps_own_model() and not self.showing:
-            whole = UNLIKE  # this is the replica's own model, in place of the one that the sync point shows
         healthy, sound = self._replica.judge()
         return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
-
-    def keeps_own_model(self) -> bool:
-        """Return whether each replica keeps a model of its own through sync points; False during synchronous steps."""
-        return self.rule.restores_local and not self._ledger.synchronous
 
     def weigh_step(self, samples: float) -> float:
         """Return the weight of this replica's gradients in the mean of a synchronous step.
@@ -248,24 +240,22 @@ class AveragingComponent(EngineComponent):
         held = {(p.digest, p.digest_rest) for p in parts}
         if any(p.digest == NOT_COMPARED for p in parts):
             return False, None
-        unlike = any(p.digest == UNLIKE for p in parts)
-        if len(held) == 1 and not unlike:
+        if len(held) == 1:
             return True, None
         able = able_to_share(headers, parts)
         shares = tuple(_shares(work, able) for work in zip(*(p.unreported for p in parts), strict=True))
-        alike = len({p.digest for p in parts}) == 1 and not unlike
+        alike = len({p.digest for p in parts}) == 1
         fresh = any(p.fresh for p in parts)
         source = able.index(True)
         return False, AveragingPlan(self.consensus, shares[-1], tuple(able), source, fresh, alike, shares=shares)
 
     def opened(self, here: bool) -> None:
-        if not self.rule.restores_local:
-            self._ledger.agree()
-            self.average.forget_debts()
-            self._replica.note_agreed()
-            if not self._buckets.at_target:  # replicas are equal without an exchange
-                self._replica.pack_(self._buckets.received)
-                self._buckets.at_target = True
+        self._ledger.agree()
+        self.average.forget_debts()
+        self._replica.note_agreed()
+        if not self._buckets.at_target:  # replicas are equal without an exchange
+            self._replica.pack_(self._buckets.received)
+            self._buckets.at_target = True
         if here:
             self.drop_left_over()
 
@@ -451,7 +441,6 @@ class AveragingRound(_Round):
 
     def hand_over(self, exchange: Merge) -> None:
         message = exchange.message
-        follows = self._agreed.rule.absent_follow
         # A rank that lost the last answer has its own part of the tally only. That is no measure: among the first
         # rounds it would give this rank another period for good.
         spread = exchange.tally * exchange.per_tally if exchange.tally_is_whole else math.inf
@@ -461,7 +450,7 @@ class AveragingRound(_Round):
             exchange.base = self._buckets.sent if exchange.able else None
         else:
             self._ledger.round(None)
-            if not follows:
+            if not self._agreed.rule.absent_follow:
                 self._count_unmerged(exchange)
                 return  # the rule lets an absent replica stay where it is
             exchange.base = self._moved_from(exchange)
@@ -537,8 +526,8 @@ class AveragingRound(_Round):
 class ConsensusRound(_Round):
     """A round type that makes one model of all replicas at a sync point.
 
-    It is no step of the averaging rule: the rule's state does not change, except that it is initialised anew after
-    synchronous steps.
+    It is no step of the averaging rule: the rule's state does not change, except that it is initialised anew from that
+    model after synchronous steps, and if the rule lets replicas keep models of their own.
     """
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
@@ -564,18 +553,11 @@ class ConsensusRound(_Round):
         plan = exchange.plan
         rank = exchange.round.rank
         shares = {fragment: weights[rank] for fragment, weights in enumerate(plan.shares)}
-        shows_state = self._agreed.rule.restores_local and not plan.fresh
-        replica.scale_(target, sent, shares, rank == plan.source, of_rule=not (plan.alike or shows_state))
+        replica.scale_(target, sent, shares, rank == plan.source, of_rule=not plan.alike)
         if plan.alike:
             self._transfer.sum_(replica.beyond_rule(target))
             replica.of_rule(target).copy_(replica.of_rule(sent))
             exchange.message_bytes -= 4 * replica.layout.numel
-        elif shows_state and plan.source is not None:
-            # Each rank could compute this model, but different processors may round differently: all take one rank's.
-            self._transfer.sum_(replica.beyond_rule(target))
-            with self._shared_state.committing:
-                self._agreed.agree_(target)
-            self._transfer.broadcast_(replica.of_rule(target), plan.source)
         else:
             self._transfer.sum_(target)
         self._move_apart(exchange)
@@ -615,21 +597,14 @@ class ConsensusRound(_Round):
         return flat.view(tensor.shape)
 
     def commit(self, exchange: Merge) -> None:
-        if not self._agreed.rule.restores_local:  # else `move` has made the model already
-            self._agreed.agree_(exchange.target)
-        if exchange.plan.fresh:
+        if exchange.plan.fresh or not self._agreed.rule.absent_follow:
             self._agreed.begin(exchange.target)
         self._average.forget_debts()
 
     def hand_over(self, exchange: Merge) -> None:
-        """Pass the model to the training thread, and update the counts of this replica's work.
-
-        The work becomes zero, because the model includes the work of all replicas. Only if the rule lets replicas keep
-        their own models, the work stays as it is.
-        """
+        """Pass the model to the training thread; this replica's work becomes zero, as the model includes all work."""
         self._ledger.begin()
-        if not self._agreed.rule.restores_local:
-            self._ledger.agree()
+        self._ledger.agree()
         self._average.deliver(exchange)
 
 

@@ -103,8 +103,11 @@ class AveragerConfig:
         """Return the factor with which work that a round has averaged already counts in a consensus.
 
         Without compression it is 0. With compression a part of the work was not sent, and is in this replica's
-        parameters only, so the factor is larger. Work that no round has averaged yet has the factor 1.
+        parameters only, so the factor is larger. It is 1 if the rule lets replicas keep models of their own, as for
+        work that no round has averaged yet.
         """
+        if not rule.absent_follow:
+            return 1.0
         if self.compression == "none" or rule.keeps_residual:
             return 0.0
         return 1.0 if isinstance(self.compression, TopK) else _LEFT_BY_CODES  # most of a sparse message is left
@@ -354,17 +357,6 @@ class RuleState:
         self._states[f] = self.rule.merge_(mine, of_rule(target, f), self._states[f], round)
         self.num_rounds += 1
 
-    def agree_(self, target: Tensor) -> None:
-        """Overwrite ``target``, the mean of all replicas' parameters, with the model that replicas get at a sync point.
-
-        The rule chooses that model (`AveragingRule.agree`); for most rules the model is the mean itself.
-        """
-        for fragment, state in enumerate(self._states):
-            mean = self._replica.of_rule(target, fragment)
-            shown = self.rule.agree(mean, state)
-            if shown is not mean:
-                mean.copy_(shown)
-
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, round: Round) -> None:
         f = round.fragment
         with self._shared_state.committing:
@@ -379,7 +371,7 @@ class RuleState:
         """
         state = self._by_name(own=False)
         of_rule = self._replica.of_rule
-        models = [self.rule.agree(of_rule(target, f), each) for f, each in enumerate(self._states)]
+        models = [self.rule.common_model(of_rule(target, f), each) for f, each in enumerate(self._states)]
         tensors = {"model": models, **{name: parts for name, parts in state.items() if self._is_joined(parts)}}
         return {
             **self._origin(),
