@@ -46,7 +46,6 @@ from lightning_async.algorithms import (
     WeightPrediction,
 )
 from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
-from lightning_async.callbacks.balance import BalancedBatchSizes
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.callbacks.divergence import DivergenceMonitor
 from lightning_async.callbacks.monitor import AveragingMonitor
@@ -69,7 +68,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EASGD", "AdaptiveDelayCompensation", "AdaptiveDiLoCo", "AdaptiveGradientAccumulation", "AdaptiveLr",
     "AdaptivePeriod", "AsyncAveragingStrategy", "AsyncGradientStrategy", "AsyncTrainingError", "AveragingMonitor",
-    "BalancedBatchSizes", "BalancedWindows", "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout",
+    "BalancedWindows", "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout",
     "Dana", "DelayCompensation", "DeltaMean", "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds",
     "FaultTolerantCheckpoint", "GapAware", "HangWatchdog", "HorovodStrategy", "HorovodTransport", "MatchCommunication",
     "Mean", "NoCorrection", "ParameterServerStrategy", "PartitionedSampler", "PartitionedStream", "PeerLost",

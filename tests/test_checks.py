@@ -50,7 +50,6 @@ def test_the_arguments_that_are_bools_are_found() -> None:
         "DiLoCo(nesterov)",
         "FaultTolerantCheckpoint(save_on_exception)",
         "ParameterServerStrategy(overlap)",
-        "ServerOptions(consistent_pull)",
     }
 
 

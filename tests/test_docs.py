@@ -216,6 +216,7 @@ def of_the_site(name: str) -> ModuleType:
 
 diagrams = of_the_site("diagrams")
 failures = of_the_site("failures")
+modules = of_the_site("modules")
 ALL = [fence for page in PAGES for fence in fences(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))]
 
 
@@ -379,35 +380,9 @@ def test_the_architecture_names_every_folder() -> None:
     assert {folder for cell in cells for folder in re.findall(r"`([\w/]+)`", cell)} == set(ALLOWED)
 
 
-def tables_of_modules() -> str:
-    """A table for each folder of the package: what each module holds, by the first sentence of its docstring."""
-    package = ROOT / "lightning_async"
-    tables = []
-    for folder in sorted({path.parent for path in package.rglob("*.py")}):
-        rows = []
-        for path in sorted(folder.glob("*.py")):
-            words = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-            if words and path.name != "__init__.py":
-                first = re.split(r"(?<=[.]) |\n\n", " ".join(words.split("\n\n")[0].split()))[0]
-                rows.append(f"| `{path.name}` | {first.rstrip('.')} |")
-        if rows:
-            name = folder.relative_to(ROOT).as_posix()
-            tables.append("\n".join([f"| in `{name}/` | what it holds |", "| --- | --- |", *rows]))
-    return "\n\n".join(tables)
-
-
-def test_the_architecture_says_of_every_module_what_it_says_of_itself() -> None:
-    """Where this fails, `python -m tests.test_docs` writes the tables anew."""
-    text = (DOCS / "contributing" / "architecture.md").read_text(encoding="utf-8")
-    assert tables_of_modules() in text
-
-
-def write_tables() -> None:
-    path = DOCS / "contributing" / "architecture.md"
-    before, _, rest = path.read_text(encoding="utf-8").partition("## Every module\n")
-    _, heading, behind = rest.partition("\n## ")
-    path.write_text(f"{before}## Every module\n\n{tables_of_modules()}\n{heading}{behind}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_tables()
+def test_the_page_on_the_architecture_shows_every_module() -> None:
+    page = (DOCS / "contributing" / "architecture.md").read_text(encoding="utf-8")
+    shown = modules.fill(page)
+    assert modules.PLACE in page and modules.PLACE not in shown
+    for path in (ROOT / "lightning_async").rglob("*.py"):
+        assert path.name == "__init__.py" or f"| `{path.name}` | " in shown, path

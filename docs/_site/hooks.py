@@ -1,4 +1,6 @@
-"""Hooks of mkdocs: the failure tables come from their data file, equations become MathML, state diagrams SVG."""
+"""Hooks of mkdocs: failure tables come from their data file, module tables from docstrings; equations become MathML,
+state diagrams SVG.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from latex2mathml.converter import convert
 sys.path.insert(0, str(Path(__file__).parent))
 import diagrams
 import failures
+import modules
 
 
 def equation(source: str, *_: Any, **__: Any) -> str:
@@ -51,10 +54,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in the failure tables, and mark the equations of a page, which stand in brackets as in LaTeX."""
+    """Fill in the tables of failures and modules, and mark the equations of a page, which LaTeX puts in brackets."""
     # The site has what a page says to be missing on a code host.
     markdown = re.sub(r"^(On a code host|The tables below are empty) .*\n\n", "", markdown, flags=re.MULTILINE)
-    parts = re.split(r"(^```.*?^```$)", failures.fill(markdown), flags=re.MULTILINE | re.DOTALL)
+    parts = re.split(r"(^```.*?^```$)", modules.fill(failures.fill(markdown)), flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else marked(part) for part in parts)
 
 

@@ -12,7 +12,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from lightning_async._checks import check_int, check_real
@@ -406,45 +405,3 @@ class BalancedWindows:
             return self.batches
         wanted = round(len(speeds) * self.batches * speeds[me] / sum(speeds))
         return min(max(wanted, self.minimum), self.maximum)
-
-
-def batch_sizes(total: int, speeds: Sequence[float], minimum: int, most: Sequence[int]) -> list[int]:
-    r"""Return each replica's number of samples in a step, so that all replicas take equally long.
-
-    .. math:: n_i = \operatorname{clip}(\lambda v_i,\; n_{\min},\; m_i), \qquad \sum_i n_i = n
-
-    The numbers are rounded to integers whose sum is exactly ``total``, so that the replica that takes longest ends as
-    early as possible. If the bounds do not allow the sum ``total``, the sum is as near to it as they allow.
-
-    Args:
-        total: :math:`n`, number of samples in a step.
-        speeds: :math:`v_i`, samples per second of each replica. An unknown speed is 0.0, and counts as the average.
-        minimum: :math:`n_{\min}`, smallest number of samples of a replica.
-        most: :math:`m_i`, largest number of samples of each replica, at least ``minimum``.
-
-    >>> batch_sizes(128, [3.0, 3.0, 3.0, 1.0], 1, [128] * 4), batch_sizes(128, [3.0, 3.0, 3.0, 1.0], 1, [36] * 4)
-    ([39, 39, 38, 12], [36, 36, 36, 20])
-    """
-    known = [speed for speed in speeds if speed > 0.0]
-    usual = sum(known) / len(known) if known else 1.0
-    weights = [Fraction(speed if speed > 0.0 else usual) for speed in speeds]
-    total = min(max(total, minimum * len(most)), sum(most))
-    fixed: dict[int, int] = {}
-    while len(fixed) < len(most):
-        free = [i for i in range(len(most)) if i not in fixed]
-        share = (total - sum(fixed.values())) / sum(weights[i] for i in free)
-        over = {i: most[i] for i in free if share * weights[i] > most[i]}
-        under = {i: minimum for i in free if share * weights[i] < minimum}
-        if not over and not under:
-            break
-        too_much = sum(share * weights[i] - bound for i, bound in over.items())
-        too_little = sum(bound - share * weights[i] for i, bound in under.items())
-        fixed |= over if too_much >= too_little else under
-    free = [i for i in range(len(most)) if i not in fixed]
-    rest = total - sum(fixed.values())
-    quotas = {i: rest * weights[i] / sum(weights[j] for j in free) for i in free}
-    whole = {i: int(quota) for i, quota in quotas.items()}
-    for _ in range(rest - sum(whole.values())):
-        soonest = min((i for i in free if whole[i] < most[i]), key=lambda i: ((whole[i] + 1) / weights[i], i))
-        whole[soonest] += 1
-    return [fixed[i] if i in fixed else whole[i] for i in range(len(most))]

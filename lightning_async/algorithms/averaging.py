@@ -2,7 +2,7 @@
 
 `AveragingRule` is the interface of a rule, without I/O, threads or clocks. `RuleBase` implements what most rules share,
 so a new rule needs little more than its equations. With `Mean` and `DeltaMean`, replicas send their parameters. With
-`EASGD`, each replica keeps a model of its own.
+`EASGD`, each replica keeps a model of its own between sync points.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ class AveragingRule(Protocol[S]):
     per_replica: frozenset[str] = frozenset()
     """The names of the state's fields that differ between replicas, such as a residual of compression."""
     absent_follow: bool = True
-    """Whether an absent replica moves with the target. False if replicas keep models of their own."""
-    restores_local: bool = False
-    """Whether the model of `agree` is used at a sync point only, and each replica then continues its own model."""
+    """Whether an absent replica moves with the target. False if replicas keep models of their own between sync points;
+    the rule's state is then initialised anew at each sync point, from the mean of all replicas."""
     mixes: bool = False
     """Whether `mix_` decides how much progress since the snapshot is kept, at the cost of a copy. If False, all
     progress is kept."""
@@ -149,12 +148,12 @@ class AveragingRule(Protocol[S]):
         live.sub_(base.sub_(target))
         return state
 
-    def agree(self, mean: Tensor, state: S) -> Tensor:
-        """Return the model that all replicas have at a sync point. Default: ``mean``.
+    def common_model(self, target: Tensor, state: S) -> Tensor:
+        """Return the model that a checkpoint of a round holds, equal on all replicas. Default: the round's ``target``.
 
-        ``mean`` is the work-weighted mean of all replicas' parameters.
+        At a sync point, all replicas have their work-weighted mean, whatever the rule.
         """
-        return mean
+        return target
 
     def chosen(self, round: Round) -> dict[str, float]:
         """Return the settings that the rule derives from measurements for this round, by name. Default: none."""
@@ -219,8 +218,8 @@ class RuleWrapper(RuleBase[Any]):
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: Any, round: Round) -> Any:
         return state._replace(inner=self.rule.mix_(live, base, target, state.inner, round))
 
-    def agree(self, mean: Tensor, state: Any) -> Tensor:
-        return self.rule.agree(mean, state.inner)
+    def common_model(self, target: Tensor, state: Any) -> Tensor:
+        return self.rule.common_model(target, state.inner)
 
     def state_dict(self, state: Any) -> dict[str, Any]:
         """Return the wrapped rule's state and the wrapper's own fields in one dict."""
@@ -317,7 +316,7 @@ class EASGDState(NamedTuple):
 
 @dataclass(frozen=True)
 class EASGD(RuleBase[EASGDState]):
-    r"""Elastic averaging: replicas keep models of their own, and each is tied to a common center by a spring.
+    r"""Elastic averaging: between sync points replicas keep models of their own, each tied to a center by a spring.
 
     .. math::
         \alpha_i &= \beta\, \frac{n}{p}\, w_i \\
@@ -327,9 +326,10 @@ class EASGD(RuleBase[EASGDState]):
     :math:`c` is the center, :math:`s_i` is the snapshot of replica :math:`i`, and :math:`n` of :math:`p` replicas take
     part in the round. :math:`w_i` is the share of replica :math:`i` in the round's work, and :math:`x_i` are its
     parameters. With equal work, :math:`\alpha_i = \beta / p`, as in the paper: the center moves towards the mean by
-    the part :math:`\beta` of the distance. The sum of center and replicas is conserved, even with unequal work. Sync
-    points, and thus validations and checkpoints, show the center. After a sync point, each replica continues to train
-    its own model. Checkpoints hold the center and the replicas' own models.
+    the part :math:`\beta` of the distance. The sum of center and replicas is conserved, even with unequal work. At a
+    sync point, as for every rule, all replicas become their work-weighted mean, so no step is lost; the center becomes
+    the same model, and the springs are slack. A checkpoint between sync points holds the center, and each replica's
+    own model.
 
     Args:
         beta: :math:`\beta`, the part of the distance to the replicas' mean that the center moves in a round of all
@@ -355,7 +355,6 @@ class EASGD(RuleBase[EASGDState]):
     beta: float = 0.9
 
     absent_follow = False
-    restores_local = True
     sends_difference = True
 
     def __post_init__(self) -> None:
@@ -382,5 +381,5 @@ class EASGD(RuleBase[EASGDState]):
         torch.lerp(sent, before, pull * weights[round.rank], out=received)
         return state
 
-    def agree(self, mean: Tensor, state: EASGDState) -> Tensor:
+    def common_model(self, target: Tensor, state: EASGDState) -> Tensor:
         return state.center

@@ -341,7 +341,7 @@ class PseudoGradientPenalty(RuleWrapper):
         check_real(self, "clip", above=0)
         check_real(self, "decay", above=0, below=1)
         rule = self.rule
-        if not rule.sends_difference or rule.num_scalars or rule.restores_local:
+        if not rule.sends_difference or rule.num_scalars or not rule.absent_follow:
             raise ValueError(
                 f"`PseudoGradientPenalty(rule={rule!r})` must send differences, and no scalars, and make replicas one "
                 "model, such as DiLoCo()."

@@ -12,7 +12,6 @@ from lightning_async.cli.first_process import allow
 from lightning_async.launch.environment import LaunchedJob, shown
 from lightning_async.launch.state_machine import CANNOT_START, Policy
 from lightning_async.launch.supervisor import Supervisor
-from lightning_async.launch.warm_spare import can_stand_by
 
 _MOST_RANKS = 128  # each needs seven descriptors, and a process usually has 1024
 _EPILOG = """exit codes:
@@ -40,14 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         policy = Policy(
             ranks=options.n, max_restarts=options.max_restarts, grace_s=options.grace,
-            standbys=int(options.max_restarts > 0) if options.standby is None else options.standby,
             hang_after_s=options.hang_after, hang_after_start_s=options.hang_after_start,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
     job = LaunchedJob.of(program, options.n, options.max_restarts, os.environ, len(os.sched_getaffinity(0)))
     if options.dry_run:
-        print("\n".join(shown(job, os.environ, policy.standbys if can_stand_by(job) else 0)))
+        print("\n".join(shown(job, os.environ)))
         return 0
     # If the launcher is killed, its ranks get this time to save, and PID 1 must not end before.
     allow(options.grace)
@@ -69,11 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N",
         help="number of restarts after deaths, of all ranks, or of one rank while the others go on (default: 0)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--standby", type=int, metavar="K",
-        help="number of warm spares: processes that have done the program's imports, and replace a rank that dies "
-        "(default: 1 with --max-restarts, else 0)",
     )  # fmt: skip
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="also write each rank's output to a file there")
     parser.add_argument(

@@ -6,7 +6,7 @@ that lost ranks had not trained on to the live ranks.
 
 - `Source` saves the position of one loader, and begins at a saved one; `iterate` does this for torch's DataLoader.
 - `Partition` and its classes divide samples; `PartitionedSampler` and `PartitionedStream` yield one replica's part.
-- `DataShard` is one rank's share of an epoch; `inherited`, `streamed` and `by_steps` redistribute its rest.
+- `DataShard` is one rank's share of an epoch; `inherited` and `streamed` redistribute its rest.
 - `Generators` and `Tape` save and repeat random numbers.
 
 There are no threads; parts of `random_states` run in the worker processes of loaders. Read partition and

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from lightning_async.data.partition import PartitionedSampler, PartitionedStream, largest_remainder
+from lightning_async.data.partition import PartitionedSampler, PartitionedStream
 from lightning_async.data.partition import dealt as dealt_streams
 
 Position = dict[str, Any]
@@ -570,92 +570,3 @@ def _given(left: JoinedBatches, mine: Tensor, first: int, like: list[tuple[dict[
         }  # fmt: skip
         loaders.append((given, -(-len(indices) // told["batch_size"])))
     return DataShard(first, first + max(count for _, count in loaders), 0, False, loaders)
-
-
-def by_steps(
-    left: Iterable[tuple[DataShard, int]], takers: Mapping[str, int], sizes: Mapping[str, int], whole: bool = False
-) -> dict[str, DataShard]:
-    """Divide samples, each once, among ranks with batches of unequal size that take every step together.
-
-    Step :math:`s` has the samples :math:`sn` to :math:`(s+1)n` of those that lost ranks have not trained on, where
-    :math:`n` is the sum of all ``sizes``. The samples are in the sequence in which ranks with equal batches would have
-    trained on them. The last step may have fewer samples. They are divided as closely to the proportions of ``sizes``
-    as possible, and every rank has at least one if there are enough. If a rank would have no sample at all, no shares
-    are returned.
-
-    Args:
-        left: Each lost rank's share, with the number of the first batch that the rank has not trained on.
-        takers: Number of the next batch of each rank, by name.
-        sizes: Batch size of each rank, by name.
-        whole: Whether to drop the last step if it has fewer samples, as with ``drop_last``. Default: False.
-
-    >>> told = {"kind": "given", "length": 9, "batch_size": 3, "indices": torch.arange(9)}
-    >>> dealt = by_steps([(DataShard(0, 3, 0, False, [(told, 3)]), 1)], {"0": 4, "1": 4}, {"0": 3, "1": 1})
-    >>> [(each.first, each.end, each.loaders[0][0]["indices"].tolist()) for each in dealt.values()]
-    [(4, 6, [3, 4, 5, 7]), (4, 6, [6, 8])]
-    """
-    known = [(each, begin) for each, begin in left if each.is_known]
-    if not known:
-        return {}
-    samples = _once(_in_order(known))
-    all_ = [sizes[name] for name in takers]
-    total = sum(all_)
-    steps, rest = divmod(len(samples), total)
-    last = [0] * len(all_) if whole else _of_the_last(rest, all_)
-    if not all(steps + more for more in last):
-        return {}
-    length = known[0][0].lengths[0]
-    full = samples[: steps * total].view(steps, total)
-    ends = samples[steps * total :]
-    dealt = {}
-    each_begins = _begins(all_)
-    last_begins = _begins(last)
-    for i, (name, first) in enumerate(takers.items()):
-        within = each_begins[i]
-        behind = last_begins[i]
-        mine = torch.cat([full[:, within : within + all_[i]].reshape(-1), ends[behind : behind + last[i]]])
-        told = {"kind": "given", "length": length, "batch_size": all_[i], "full_batches": whole, "indices": mine}
-        count = -(-len(mine) // all_[i])
-        dealt[name] = DataShard(first, first + count, 0, False, [(told, count)])
-    return dealt
-
-
-def _of_the_last(rest: int, sizes: list[int]) -> list[int]:
-    """Return the number of samples that each rank has in the last step, which has ``rest`` samples.
-
-    If there are enough, each rank has at least one, so that all ranks take the step.
-    """
-    one = 1 if rest >= len(sizes) else 0
-    room = [size - one for size in sizes]
-    more = largest_remainder(rest - one * len(sizes), room) if any(room) else [0] * len(sizes)
-    return [one + each for each in more]
-
-
-def _begins(lengths: list[int]) -> list[int]:
-    return list(itertools.accumulate(lengths[:-1], initial=0))
-
-
-def _in_order(left: list[tuple[DataShard, int]]) -> Tensor:
-    """Return the remaining samples of shares, in the sequence in which the ranks would have trained on them.
-
-    ``left`` has each rank's share, with the number of the first batch that the rank has not trained on.
-    """
-    batches = JoinedBatches.of(left)
-    lengths = [len(JoinedBatches.of([each])) for each in left]
-    numbers = [max(begin, each.first) + torch.arange(n) for (each, begin), n in zip(left, lengths, strict=True)]
-    if not len(batches):
-        return torch.empty(0, dtype=torch.int64)
-    # Stable, so that batches of one step stay in the order of the ranks.
-    return batches.take(0, torch.cat(numbers).argsort(stable=True))
-
-
-def _once(samples: Tensor) -> Tensor:
-    """Remove repeated indices.
-
-    A sampler, or a checkpoint of another number of ranks, repeats indices to give all ranks equal numbers of them.
-    """
-    if not (samples.bincount() > 1).any():  # a shortcut: all ranks wait, and sorting millions takes long
-        return samples
-    _, places = samples.unique(return_inverse=True)
-    first = torch.full((len(samples),), len(samples)).scatter_reduce(0, places, torch.arange(len(samples)), "amin")
-    return samples[first[first < len(samples)].sort().values]

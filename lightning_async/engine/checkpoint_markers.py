@@ -62,8 +62,10 @@ class ModelState:
         are equal on all replicas. The caller holds `SharedState.committing`.
         """
         state = self._by_name(own=False)
-        models = [self._replica.of_rule(target, fragment) for fragment in range(self._replica.num_fragments)]
-        tensors = {"model": models, **{name: parts for name, parts in state.items() if self._is_joined(parts)}}
+        tensors = {
+            "model": self._models(target),
+            **{name: parts for name, parts in state.items() if self._is_joined(parts)},
+        }
         return {
             **self._origin(),
             "flat": {name: _share(parts, mine, num_shares) for name, parts in tensors.items()},
@@ -72,6 +74,10 @@ class ModelState:
             },
             "plain": {name: _copied(parts) for name, parts in state.items() if name not in tensors},
         }
+
+    def _models(self, target: Tensor) -> list[Tensor]:
+        """Return the model that replicas have in common after the round with this ``target``, by fragment."""
+        return [self._replica.of_rule(target, fragment) for fragment in range(self._replica.num_fragments)]
 
     def state_dict(self) -> dict[str, Any]:
         with self._shared_state.committing:

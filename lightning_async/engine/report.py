@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from lightning_async.algorithms.schedules import Pace, straggler
 from lightning_async.engine.buckets import ModelRound
 from lightning_async.engine.consensus import AgreedModel
 
@@ -87,7 +86,8 @@ class RunSummary:
     spread: float = 0.0
     elapsed_s: float = 0.0
     samples_by_rank: list[float] = field(default_factory=list)
-    paces: dict[str, Pace] = field(default_factory=dict)
+    paces: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of each replica, by stable id; see `Header`
+    straggler: str = ""  # the rank that was much slower than the others, in words; "" if paces are unknown
     settings: dict[str, float] = field(default_factory=dict)  # of the last round: its period, and what the rule chose
     fragments: int = 1  # number of fragments of the parameters: each has a round in a period
     automatic: tuple[str, ...] = ()  # arguments of the strategy that are set by measurements
@@ -243,7 +243,7 @@ class RunSummary:
         others = {
             **({"gradients dropped": f"{self.dropped_gradients}, not finite"} if self.dropped_gradients else {}),
             "waiting at sync points": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
-            **({"straggler": str(straggler(self.paces) or "none")} if self.paces else {}),
+            **({"straggler": self.straggler} if self.straggler else {}),
         }
         samples = f"{self.samples:.0f}"
         samples += f" of {sum(self.samples_by_rank):.0f}" if self.samples_by_rank else ""

@@ -31,9 +31,6 @@ class SyncPointParticipant:
     def leave_sync_point(self) -> None:
         """Apply what the last sync point has changed, before the next batch or sync point."""
 
-    def before_batch(self) -> None:
-        """Prepare for a batch; called before every batch, and before `leave_sync_point` at the first one."""
-
 
 class SyncPoints:
     """The operations by which the training thread waits at sync points and votes.
@@ -56,8 +53,8 @@ class SyncPoints:
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> Arrival:
         """Wait until every rank stands at this sync point and holds the same model, or until a vote ends the wait.
 
-        The model is the work-weighted mean of all replicas, or the model that the rule makes of that mean. A second
-        sync point right after the first changes no bit of the model.
+        The model is the work-weighted mean of all replicas. A second sync point right after the first changes no bit
+        of the model.
 
         Args:
             sync_point: Kind of the sync point.
@@ -111,8 +108,6 @@ class SyncPoints:
     def resume(self) -> None:
         with self._box.changed:
             self._control.see()
-        for participant in self._participants:
-            participant.before_batch()
         self._leave()
 
     def _leave(self) -> None:

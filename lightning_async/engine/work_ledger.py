@@ -7,9 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from lightning_async.algorithms.automatic import Trend
-
-_FIRST_ROUNDS = 4  # of each fragment: later measurements are relative to those of these rounds
 T = TypeVar("T", float, tuple[float, ...])
 Weighting = Literal["samples", "steps", "equal"]
 
@@ -60,9 +57,6 @@ class WorkLedger:
     """The number of synchronous steps that the other replicas took, but this replica's optimizers did not."""
 
     before_s: float = 0.0  # seconds between the last round and the checkpoint that was loaded
-    spread: Trend = field(default_factory=Trend)
-    """The trend of the squared distance between replicas, divided by the steps since they agreed."""
-    loss_variance: Trend = field(default_factory=Trend)  # trend of the variance of losses over replicas
 
     def __post_init__(self) -> None:
         self.agree()
@@ -106,15 +100,6 @@ class WorkLedger:
             self.reported[fragment] = work
             self.since_round[fragment] -= steps
 
-    def compare(self, spread: float, loss_variance: float) -> None:
-        """Add the measurements of a committed round to the trends `spread` and `loss_variance`.
-
-        ``spread`` is that of the round's fragment. An infinite measurement is unknown, and is left out.
-        """
-        window = _FIRST_ROUNDS * self.num_fragments
-        self.spread = self.spread.add(self.num_fragments * spread, window)  # scaled from one fragment to all
-        self.loss_variance = self.loss_variance.add(loss_variance, window)
-
     def synchronous_step(self, work: Work | None) -> None:
         """Count a step with averaged gradients; ``work`` is None if this replica had no gradients in that step.
 
@@ -148,7 +133,6 @@ class WorkLedger:
             "missed": self.missed,
             "steps_since_round": list(self.since_round),
             "seconds_since_round": self.now() - self.last_round,
-            "trends": {"spread": list(self.spread), "loss_variance": list(self.loss_variance)},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -159,9 +143,6 @@ class WorkLedger:
         since = since if isinstance(since, list) else [float(since)]  # one number in checkpoints from before fragments
         self.since_round = self._of_cut(since)
         self.before_s = float(saved.get("seconds_since_round", 0.0))
-        trends = saved.get("trends", {})  # missing in older checkpoints
-        self.spread = self._trend_of(trends.get("spread", ()), len(since))
-        self.loss_variance = self._trend_of(trends.get("loss_variance", ()), len(since))
 
     def work_dict(self) -> list[list[float]]:
         return [[work.samples, work.steps] for work in self.work]
@@ -177,15 +158,6 @@ class WorkLedger:
     def _loaded(self, saved: Sequence[Any]) -> list[Work]:
         pairs = saved if isinstance(saved[0], (list, tuple)) else [saved]  # one pair in older checkpoints
         return [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
-
-    def _trend_of(self, saved: Sequence[Any], num_fragments: int) -> Trend:
-        """Return the trend that a checkpoint has ``saved``.
-
-        A trend counts the rounds of all fragments. The checkpoint has counted rounds of ``num_fragments`` fragments, so
-        its count is converted to the present number of fragments.
-        """
-        trend = Trend(*saved)
-        return trend._replace(number=trend.number * self.num_fragments // num_fragments)
 
     def _of_cut(self, counts: list[T]) -> list[T]:
         """Return saved ``counts`` by fragment, for the present number of fragments.

@@ -6,10 +6,9 @@ It waits for descriptors, times and signals in one loop, on one thread.
 - `Supervisor` owns the loop: it hands events to the pure functions of `state_machine`, and performs their actions.
 - `Ranks` starts, signals and ends the processes; `Process` is one of them, and `Outputs` passes on what they write.
 - `LaunchStore` is the launcher's side of the process that keeps torch's store, which is `store_main`.
-- `WarmSpares` holds processes that have done their imports, and become the next rank that is started again.
 
-Processes: the launcher, one for each rank, one that keeps the store, and the warm spares. The store's process has
-threads that open the store and look for hangs.
+Processes: the launcher, one for each rank, and one that keeps the store. The store's process has threads that open the
+store and look for hangs.
 
-Read state_machine first, then supervisor, ranks and process, and last store_main and warm_spare_main.
+Read state_machine first, then supervisor, ranks and process, and last store_main.
 """

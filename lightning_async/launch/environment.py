@@ -85,7 +85,7 @@ class LaunchedJob:
         return {**self.base, **self.variables(rank, port, restarts), **alone}
 
 
-def shown(job: LaunchedJob, shell: Mapping[str, str], standbys: int = 0) -> list[str]:
+def shown(job: LaunchedJob, shell: Mapping[str, str]) -> list[str]:
     """Return the lines that show a job before it runs: a shell command for each rank, with the secret hidden."""
     added = {name: value for name, value in job.base.items() if shell.get(name) != value}
     if SECRET in added:
@@ -97,6 +97,4 @@ def shown(job: LaunchedJob, shell: Mapping[str, str], standbys: int = 0) -> list
         lines.append(f"[{rank}] {shlex.join(['env', *told, *job.command()])}")
     if job.max_restarts:
         lines.append(f"# a rank that is started again alone, to join the others, also has {REJOIN}=1, then 2, ...")
-    if standbys:
-        lines.append(f"# once all train: {standbys} more as warm spares, which are ready to replace a rank that dies")
     return lines

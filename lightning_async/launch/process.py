@@ -68,29 +68,13 @@ class Process:
         self.channel.setblocking(False)
         self._unread: list[bytes] = []
         with theirs:
-            self._name = named(theirs.fileno())
             self._popen = subprocess.Popen(
-                command, env={**environment, **self._name}, pass_fds=[theirs.fileno()],
+                command, env={**environment, **named(theirs.fileno())}, pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
                 start_new_session=True, preexec_fn=die_with_the_launcher,
             )  # fmt: skip
         self.pid = self._popen.pid
         self.pidfd = watched(self._popen)  # becomes readable when the process ends
-
-    def become(self, environment: Mapping[str, str], stdout: int, stderr: int) -> bool:
-        """Turn a warm spare into a rank, see `warm_spare`; return False if the spare has died.
-
-        Args:
-            environment: Environment variables of the rank.
-            stdout: Descriptor for its stdout.
-            stderr: Descriptor for its stderr.
-        """
-        self.started = time.monotonic()
-        try:
-            socket.send_fds(self.channel, [json.dumps({**environment, **self._name}).encode()], [stdout, stderr])
-        except OSError:
-            return False
-        return not self.wait(0.0)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process; SIGKILL goes to its whole group."""

@@ -20,8 +20,7 @@ from lightning_async.launch.output import Outputs
 from lightning_async.launch.process import Ending, ErrorFiles, Process
 from lightning_async.launch.state_machine import Policy
 from lightning_async.launch.store import LaunchStore
-from lightning_async.launch.warm_spare import WarmSpares
-from lightning_async.membership.launcher_channel import Death, heard, program
+from lightning_async.membership.launcher_channel import Death, heard
 
 if TYPE_CHECKING:
     from lightning_async.launch.supervisor import Supervisor
@@ -34,7 +33,7 @@ _SOON_S = 1.0
 
 
 class Ranks:
-    """The ranks of a job, with their pipes, their store and their warm spares.
+    """The ranks of a job, with their pipes and their store.
 
     Args:
         job: The program.
@@ -63,7 +62,6 @@ class Ranks:
         except OSError:
             self.close()
             raise
-        self._standbys = WarmSpares(job, policy.standbys, self.outputs.say)
 
     def open_store(self) -> int:
         """Open a new store; return its port."""
@@ -84,13 +82,12 @@ class Ranks:
         for stream in streams:
             stream.tail.clear()
         environment = {**self._job.environment(rank, port, attempt, rejoins), **self._errors.begin(rank)}
-        stood_by = self._standbys.take(environment, pipes[0][1], pipes[1][1])
-        process = stood_by or Process(self._job.command(), environment, pipes[0][1], pipes[1][1])
+        process = Process(self._job.command(), environment, pipes[0][1], pipes[1][1])
         self._processes[rank] = process
         keeper.started(process)
         self._loop.watch(process.pidfd, lambda: self._end(rank))
         self._loop.watch(process.channel.fileno(), lambda: self._listen(rank))
-        start = f"start {attempt}" + f", alone {rejoins}" * bool(rejoins) + ", stood by" * (stood_by is not None)
+        start = f"start {attempt}" + f", alone {rejoins}" * bool(rejoins)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         streams[0].note(f"[launch] {now} {start}, process {process.pid}")
         self._supervisor.started(rank, process.pid)
@@ -107,13 +104,8 @@ class Ranks:
             # Messages that were read meanwhile are handled later: a death is being handled now.
             self._loop.after(0.0, (self, "unread", rank), lambda rank=rank: self._listen(rank))
 
-    def prepare(self, wanted: int) -> None:
-        """Start warm spares, at most ``wanted``."""
-        self._standbys.prepare(wanted)
-
     def leave(self) -> None:
         """Kill all processes that still live, and write the rest of the output."""
-        self._standbys.close()
         for rank, process in self._processes.items():
             process.signal(signal.SIGKILL)
             if not process.wait(_KILLED_S):
@@ -177,9 +169,6 @@ class Ranks:
         if (process := self._processes.get(rank)) is None:
             return
         for message in process.messages():
-            self._standbys.hear(message, process.pid)
-            if (has_imported := program(message, process.pid)) is not None:
-                self._standbys.learn(has_imported)
             if (told := heard(message, process.pid)) is not None:
                 self._supervisor.told(rank, *told)
 

@@ -46,7 +46,6 @@ class Policy:
     grace_s: float = 30.0  # seconds in which ranks save and end when the job is told to end
     patience_s: float = 5.0  # seconds to continue without a dead rank, and then to end
     first_pause_s: float = 1.0  # pause before the first restart of all ranks; doubles each time, up to a minute
-    standbys: int = 0  # number of warm spares
     # Seconds without a step of any rank after which all are killed, as if each had died. None: never.
     hang_after_s: float | None = None
     # The same before the first step of a training. None: half an hour, or `hang_after_s` if that is longer.
@@ -55,7 +54,6 @@ class Policy:
     def __post_init__(self) -> None:
         check_int(self, "ranks", at_least=1)
         check_int(self, "max_restarts", at_least=0)
-        check_int(self, "standbys", at_least=0)
         for name in ("grace_s", "patience_s", "first_pause_s"):
             check_real(self, name, at_least=0.0)
         if self.hang_after_s is not None:
@@ -225,11 +223,6 @@ class LaunchState:
     @property
     def trains(self) -> bool:
         return self.phase in (Phase.RUNNING, Phase.REGROUPING)
-
-    @property
-    def settled(self) -> bool:
-        """Whether all live ranks train together, and none is to be started again."""
-        return self.phase is Phase.RUNNING and self.agreed is not None and not self.pausing | self.lost & self.living
 
     @property
     def first(self) -> int | None:

@@ -114,8 +114,6 @@ class Supervisor:
         if self._state.phase is not before.phase:
             self._tell(before, actions)
         self._perform(actions)
-        if self._state.settled:
-            self._ranks.prepare(self._policy.max_restarts - self._state.restarts)
 
     def _perform(self, actions: list[state_machine.Action]) -> None:
         for action in actions:

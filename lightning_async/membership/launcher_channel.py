@@ -1,10 +1,9 @@
 """Messages between a rank and the launcher that has started it: a rank's generation, and deaths of other ranks.
 
-    rank --- {"process": 4711, "generation": 1, "members": ["0", "2"], "imports": ["torch"], "sets": []} ---> launcher
+    rank --- {"process": 4711, "generation": 1, "members": ["0", "2"]} ---> launcher
     rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed"} --- launcher
 
-``imports`` are slow modules that the program has imported, and ``sets`` are the environment variables that the program
-has set itself. ``was`` is the process id of the dead rank.
+``was`` is the process id of the dead rank.
 
 The launcher and each rank are connected by a pair of sockets. An environment variable identifies the rank's socket by
 descriptor, device and inode. One message is one datagram: it arrives whole or not at all, never waits for a reader, and
@@ -21,10 +20,8 @@ import os
 import select
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 CHANNEL = "LIGHTNING_ASYNC_LAUNCHER_FD"
@@ -35,12 +32,6 @@ REJOIN = "LIGHTNING_ASYNC_REJOIN"
 The value "torchrun", on all ranks, means that each has an agent of its own, which counts the starts of this rank alone.
 With a store for the start, see `startup.Assembly`, the value is the count, "@", and the number of the common start.
 """
-_IMPORTS = ("torch", "lightning.pytorch", "pytorch_lightning", "lightning_async")
-"""Modules that take long to import, and may be imported before it is known which rank a process will be."""
-_READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_")
-"""Prefixes of environment variables that these libraries read when they are imported."""
-_SET_AT_IMPORT = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
-"""Variables with such a prefix that Lightning itself sets when it is imported."""
 _BY_TORCHRUN = "torchrun"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 # Number of bytes of a message, enough for nine thousand ranks. A longer message is not sent.
@@ -59,21 +50,14 @@ class Death(NamedTuple):
     text: str  # how it has ended, in words that follow the rank
 
 
-class Program(NamedTuple):
-    """The facts about a rank's program that another process needs in order to prepare for it."""
-
-    imports: tuple[str, ...]  # the slow libraries that it has imported, in this order
-    sets: tuple[str, ...]  # the variables that it has set and these libraries read at import
-
-
 def tell_generation(number: int, members: Sequence[str]) -> None:
-    """Send the launcher this rank's generation and its members, and the slow modules that the program has imported.
+    """Send the launcher this rank's generation and its members.
 
     This neither waits nor raises, even if there is no launcher, or if the socket's descriptor now belongs to another
     file. The message is lost if the launcher has hundreds of unread messages.
     """
     said = {"process": os.getpid(), "generation": int(number), "members": [str(member) for member in members]}
-    message = _dump({**said, "imports": [name for name in sys.modules if name in _IMPORTS], "sets": _set_by_itself()})
+    message = _dump(said)
     if len(message) > LONGEST:
         return
     with contextlib.suppress(OSError, ValueError, OverflowError):
@@ -85,16 +69,6 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
         finally:
             # The descriptor belongs to the process and not to this object, so it stays open.
             channel.detach()
-
-
-def _set_by_itself() -> list[str]:
-    """Return the names of environment variables that libraries read at import, and that were set by this process."""
-    try:
-        given = Path("/proc/self/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
-    read = {name for name in os.environ if name.startswith(_READ_AT_IMPORT)}.difference(_SET_AT_IMPORT)
-    return sorted(name for name in read if os.fsencode(f"{name}={os.environ[name]}") not in given)
 
 
 def came_back() -> int | None:
@@ -225,27 +199,6 @@ def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
     if type(number) is not int or number < 0 or not isinstance(members, list):
         return None
     return (number, tuple(members)) if all(isinstance(member, str) for member in members) else None
-
-
-def program(message: bytes, process: int) -> Program | None:
-    """Return what a rank's message says of its program: imported modules, and environment variables that it has set.
-
-    Returns None for a message of another kind, or of another process than ``process``.
-
-    >>> program(b'{"process":4711,"imports":["torch"],"sets":[]}', 4711)
-    Program(imports=('torch',), sets=())
-    """
-    said = _load(message, process)
-    imports = said.get("imports")
-    sets = said.get("sets")
-    if not isinstance(imports, list) or not isinstance(sets, list):
-        return None
-    return Program(tuple(name for name in _IMPORTS if name in imports), tuple(str(name) for name in sets))
-
-
-def problem_of(message: bytes, process: int) -> str:
-    """Return why a warm spare cannot get ready, by its own message; "" if the message reports no problem."""
-    return str(_load(message, process).get("standby", ""))
 
 
 def _dump(said: dict[str, Any]) -> bytes:

@@ -37,7 +37,7 @@ PANELS = {
 _NOT_DRAWN = ("failed_rounds", "dropped_gradients")
 
 MAX_OWN_PANELS = 4
-_SETTINGS = ("lr-", "accumulation/", "batch_size/")
+_SETTINGS = ("lr-", "accumulation/")
 """Prefixes of settings that callbacks log. A `CSVLogger` sorts its columns, and these would come before a loss."""
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +25,6 @@ from lightning_async.algorithms.compression import PushCompression, described, f
 from lightning_async.algorithms.staleness import StalenessPolicy
 from lightning_async.comm.p2p import Dial, PeerChannel
 from lightning_async.errors import AsyncTrainingError, ChannelTimeout, Evicted, PeerLost, SettingsMismatch
-from lightning_async.parameter_server import consistency
 from lightning_async.parameter_server.consistency import stated_staleness
 from lightning_async.parameter_server.optimizers import ScalarRuns
 from lightning_async.parameter_server.partition import Spans
@@ -88,7 +86,6 @@ class Client:
             ``dead_after_s``, so that servers first evict a worker for which all others wait.
         absent_s: Seconds after which a server that cannot be reached is lost.
         compression: Compression of pushes. Default: None, pushes are fp32.
-        consistent: Whether a pull gets weights that contain the same pushes on all servers, see `consistency`.
         table: Index of the worker's table on the servers; there is one table of weights for each group of parameters.
         overlap: Whether gradients may be computed at weights older than the last pull, see `ShardConnection`.
     """
@@ -101,17 +98,15 @@ class Client:
         timeout_s: float = 180.0,
         absent_s: float = 180.0,
         compression: PushCompression | None = None,
-        consistent: bool = False,
         table: int = 0,
         overlap: bool = False,
     ) -> None:
         self.worker = worker
         self._timeout_s = timeout_s
-        hello = {"worker": worker, "client": secrets.token_hex(3), "fingerprint": fingerprint, "table": table}
+        hello = {"worker": worker, "fingerprint": fingerprint, "table": table}
         self._lines = [ShardConnection(server, dial, hello, absent_s, overlap) for server, dial in enumerate(dials)]
         self._fingerprint = fingerprint
         self._compression = compression
-        self._at_a_cut = consistent and len(dials) > 1
         self.feedback: list[PushResiduals] = []
         """The residuals of compressed pushes, one for each server; empty without compression."""
         if compression is not None:
@@ -185,8 +180,6 @@ class Client:
             PeerLost: A server has not answered in time, or has lost its weights.
             Evicted: The servers have evicted this worker, and the other workers have continued without it.
         """
-        if self._at_a_cut:
-            return self._answer(consistency.pull(self._ask_all, field, self._timeout_s, self.worker))
         return self._answer(self._ask_all({"do": "pull", "field": field}))
 
     def push(
@@ -221,11 +214,9 @@ class Client:
         """
         if not weight >= 0:
             raise ValueError(f"`push(weight={weight!r})` must be >= 0.")
-        # The weights that come with the answers to a push are of a different cut on each server.
-        apart = pull and self._at_a_cut
         header = {
             "do": "push", "compression": described(self._compression), "lr": lr, "weight": weight,
-            "pull": pull and not apart, "sync_point": sync_point, "call": call,
+            "pull": pull, "sync_point": sync_point, "call": call,
         }  # fmt: skip
         requests = []
         for server, line in enumerate(self._lines):
@@ -237,12 +228,7 @@ class Client:
             if weight:
                 size = self.feedback[server].encode_(outgoing, without) if self.feedback else outgoing.numel()
             requests.append(({**header, "number": line.pushed + 1, "base": base, "skips": without}, size))
-        answer = self._answer(self._ask(requests), pulled=pull and not apart)
-        if not apart:
-            return answer
-        pulled = self.pull()
-        how: Any = {name: getattr(answer, name) for name in ("lags", "dropped", "called")}
-        return replace(pulled, **how, resent=answer.resent + pulled.resent)
+        return self._answer(self._ask(requests), pulled=pull)
 
     def begin_parts(self) -> None:
         """Begin a push that is sent in parts.

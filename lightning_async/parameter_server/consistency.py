@@ -1,40 +1,20 @@
-"""Rules that say which worker waits for which, and pulls that get one version from all servers.
+"""Rules that say which worker waits for which.
 
 `WorkerRules` say how a server treats its workers. The pure functions `live`, `round_due` and `awaited` apply them.
-
-A consistent `pull` has two requests. With the first one, the worker asks all servers to hold: they apply no more
-pushes, and each answers with the number of the last push of each worker that it has applied. The cut is, for each
-worker, the highest number in any answer. With the second one, the worker pulls at the cut: a server applies waiting
-pushes that belong to the cut, sends the weights once all pushes of the cut are applied, and ends the hold.
-
-A push has one part for each server. If one server has applied its part, the other parts are on their way, and the pull
-waits for them. If the worker that made the push has died, the other parts may never arrive. The pull stops waiting for
-them once the servers have forgotten this worker, and then contains only the parts that were applied.
-
-A hold ends after a time limit, or with the connection of the worker that pulls. If the limit was too short, the worker
-repeats both requests.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_async._checks import check_choice, check_int, check_real
 from lightning_async.algorithms.staleness import AUTO, NoCorrection, StalenessPolicy, described, make_policy
-from lightning_async.errors import ChannelTimeout
-from lightning_async.parameter_server.store import said
 
 Workers = Mapping[str, Mapping[str, Any]]
 """Workers' entries in a store's record, by name, see `store.Record`."""
 NOT_YET_JOINED = "workers that have not joined yet"
-Cut = Mapping[tuple[str, str], int]
-"""Number of each worker's last push, by the worker's name and its client's id."""
-# First limit of a hold; each further attempt of the same pull doubles it.
-_HOLD_S = 1.0
-_LONGEST_HOLD_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,145 +160,3 @@ def awaited(
         least = workers[worker]["clock"] - worker_rules.max_staleness
         return {name for name in live(workers, sync_point) - {worker} if workers[name]["clock"] < least}
     return set()
-
-
-def applied_by(workers: Workers) -> Cut:
-    """Return, for each worker, the number of its last push that this server has applied.
-
-    After a server has lost its memory, ``said`` is the number of the last push that the worker knew was applied before
-    the loss. It counts as applied.
-
-    >>> applied_by({"a": {"client": "3f", "push": 4}, "b": {"client": "9c", "push": 1, "said": 2}})
-    {('a', '3f'): 4, ('b', '9c'): 2}
-    """
-    return {(name, entry["client"]): said(entry) for name, entry in workers.items()}
-
-
-def plain(cut: Cut) -> list[list[Any]]:
-    """Return a cut (the number of each worker's last push) as a list of JSON values."""
-    return [[*worker, number] for worker, number in cut.items()]
-
-
-def from_plain(cut: Sequence[Sequence[Any]]) -> Cut:
-    return {(name, client): number for name, client, number in cut}
-
-
-@dataclass
-class _Hold:
-    until: float
-    cut: Cut | None = None
-
-
-class ConsistentReads:
-    """The consistent pulls that are under way on one server.
-
-    A worker that pulls holds the server: until it has its weights, the server applies only pushes that belong to the
-    cut of this pull. The caller of each method holds the server's lock.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._holds: dict[str, _Hold] = {}
-
-    def hold(self, worker: str, limit_s: float) -> None:
-        """Keep the server from applying pushes until this worker has pulled, or ``limit_s`` seconds have passed."""
-        self._holds[worker] = _Hold(self._now() + limit_s)
-
-    def wants(self, worker: str, cut: Cut) -> None:
-        """Record the cut that a worker's pull must contain; the worker's hold then lets pushes of this cut through."""
-        # The hold may have ended before the worker's second request came.
-        if (hold := self._holds.get(worker)) is not None:
-            hold.cut = cut
-
-    def release(self, worker: str) -> None:
-        self._holds.pop(worker, None)
-
-    def holds(self, worker: str) -> bool:
-        """Return whether this worker still keeps the server from applying pushes; its time to do so is limited."""
-        hold = self._holds.get(worker)
-        return hold is not None and self._now() < hold.until
-
-    def allow(self, pushes: Mapping[str, int], workers: Workers, connected: Collection[str]) -> bool:
-        """Return whether these pushes may be applied now: whether they belong to the cut of every pull under way.
-
-        A pull whose cut is not known yet allows no push. Removes holds whose time is over, and holds of workers that
-        are not connected.
-
-        Args:
-            pushes: Number of the push, by the name of the worker that made it.
-            workers: The server's entry of each worker.
-            connected: Names of connected workers.
-        """
-        if not self._holds:
-            return True
-        # A worker that is gone would otherwise keep pushes back for as long as its hold lasts.
-        for holder in [name for name in self._holds if name not in connected or not self.holds(name)]:
-            self.release(holder)
-        wanted = [hold.cut for hold in self._holds.values()]
-        return all(
-            cut is not None and number <= cut.get((name, workers[name]["client"]), 0)
-            for cut in wanted
-            for name, number in pushes.items()
-            if name in workers
-        )
-
-
-def missing(cut: Cut, workers: Workers) -> bool:
-    """Return whether some push of the cut has not been applied yet.
-
-    A push does not count if the server has forgotten its worker, or if the worker has been started again since.
-
-    Args:
-        cut: Number of each worker's last push that must be applied, by the worker's name and its client's id.
-        workers: The server's entry of each worker.
-
-    >>> workers = {"a": {"client": "3f", "push": 4}}
-    >>> missing({("a", "3f"): 5}, workers), missing({("a", "3f"): 4, ("b", "9c"): 7, ("a", "1d"): 9}, workers)
-    (True, False)
-    """
-    here = applied_by(workers)
-    return any(number > here[worker] for worker, number in cut.items() if worker in here)
-
-
-def pull(
-    ask: Callable[[Mapping[str, Any]], list[dict[str, Any]]], field: str | None, timeout_s: float, worker: str
-) -> list[dict[str, Any]]:
-    """Pull weights that contain the same pushes on all servers.
-
-    Args:
-        ask: Function that sends a request to all servers, and returns their replies.
-        field: Field of the servers' state to pull in place of the weights. Default: None, the weights.
-        timeout_s: Seconds within which all servers must reach one version.
-        worker: Name of the worker, for messages.
-
-    Returns:
-        The reply of each server.
-
-    Raises:
-        ChannelTimeout: A push has reached only some of the servers in time. The worker that made it may have died, or
-            may only be slow.
-    """
-    limit_s = _HOLD_S
-    until = time.monotonic() + timeout_s
-    while True:
-        began = time.monotonic()
-        # All servers hold before the first one is asked to pull: the cut needs the answers of all.
-        held = ask({"do": "hold", "limit_s": limit_s})
-        latest: dict[tuple[str, str], int] = {}
-        for reply in held:
-            for pusher, number in from_plain(reply["cut"]).items():
-                # The highest number: a push that one server has applied can only be waited for, not taken back.
-                latest[pusher] = max(number, latest.get(pusher, 0))
-        replies = ask({"do": "pull", "field": field, "cut": plain(latest)})
-        if not any(reply["again"] for reply in replies):
-            return replies
-        now = time.monotonic()
-        if now >= until:
-            raise ChannelTimeout(
-                f"worker {worker!r}: its {len(replies)} servers have not come to one version for {timeout_s:.1f} s: a "
-                "push has come to some of them only. See the other workers' logs."
-            )
-        # The hold was too short for a push that is on its way.
-        limit_s = min(2 * limit_s, _LONGEST_HOLD_S)
-        # Others had to wait during the hold: give them as much time before the next one.
-        time.sleep(min(now - began, until - now))

@@ -12,7 +12,6 @@ A worker may send these requests:
     leave       do not wait for me any more
     forget      do not wait for these workers any more; any process may send this
     snapshot    write a snapshot now
-    hold        apply no push until I pull
 
 The server gives each process of a worker an id, its life, at the first hello. One process may use several connections.
 Its id becomes invalid when another process takes the worker's name, or when the server forgets the worker. Pushes of
@@ -38,7 +37,6 @@ from lightning_async import ops
 from lightning_async.comm.p2p import PeerChannel
 from lightning_async.errors import PeerLost
 from lightning_async.ops.flat_ops import eager
-from lightning_async.parameter_server import consistency
 from lightning_async.parameter_server.client import Arrived
 from lightning_async.parameter_server.consistency import (
     NOT_YET_JOINED,
@@ -57,8 +55,6 @@ from lightning_async.parameter_server.store import Store, said
 HELLO_S = 10.0
 # Longest wait between two checks for workers that are too late.
 _LOOK_S = 0.25
-# Wait between two checks while a hold keeps pushes back; a hold ends by time, which notifies nobody.
-_HELD_S = 0.02
 _OF_A_PUSH = ("lag", "dropped", "called")
 _IDLE = 0.1  # share of `dead_after_s` by which a clock advances at most between two pushes, or two sweeps
 
@@ -82,7 +78,6 @@ class Server:
         self.snapshots = None if shelf is None else Snapshots(store, self._changed, shelf, every_s)
         self._sessions = WorkerSessions(store, worker_rules)
         self._rounds = SyncRounds(store, worker_rules)
-        self._cuts = consistency.ConsistentReads()
         self._initialization = TableInitialization(store, worker_rules)
         self._transfer = RequestTransfer(store, worker_rules)
 
@@ -150,7 +145,6 @@ class Server:
                 raise RequestError("full", str(error)) from error
             if known is None:
                 raise RequestError("evicted", f"worker {worker!r} {GONE}")
-            self._cuts.release(worker)
             # The worker has a new process: pushes of the earlier one that wait in a round would count twice.
             if known["life"] != life:
                 self._rounds.drop(worker)
@@ -207,11 +201,6 @@ class Server:
             raise RequestError("uninitialised", "the server has no weights: it is new, or its host has lost them.")
         if do == "push":
             return self._push(worker, channel, header, size)
-        if do == "hold":
-            self._cuts.hold(worker, header["limit_s"])
-            return {"cut": consistency.plain(consistency.applied_by(self._store.known))}, 0
-        if do == "pull" and "cut" in header:
-            return self._pull_at(worker, channel, header)
         if do in ("snapshot", "pull"):
             return self._version(), self._transfer.give(worker, channel, header) if do == "pull" else 0
         if do == "lags":
@@ -232,9 +221,7 @@ class Server:
         filled = None
         # Any other number was either applied already (its answer was lost) or shows that a push is missing.
         if number == said(entry) + 1:
-            self._until(worker, channel, lambda: self._allow({worker: number}))
             gradient = self._transfer.arrived(channel, header, size) if header["weight"] > 0.0 else None
-            # Asked after the wait above: the versions in step may have ended meanwhile.
             if in_step := self._in_step():
                 weight = header["weight"]
                 push = Push(
@@ -260,44 +247,6 @@ class Server:
             return reply, 0
         return reply, self._transfer.give(worker, channel, header, filled == self._store.version)
 
-    def _pull_at(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Answer a consistent pull: wait until all pushes of the cut in ``header`` are applied, and send the weights.
-
-        The cut is the number of the last push of each worker that the weights must contain. Sends no weights if the
-        worker's hold on the server has ended, because later pushes may have been applied. The caller holds
-        `self._changed`.
-        """
-        wanted = consistency.from_plain(header["cut"])
-        self._cuts.wants(worker, wanted)
-        self._changed.notify_all()
-
-        def there() -> bool:
-            return not self._cuts.holds(worker) or not consistency.missing(wanted, self._store.known)
-
-        self._until(worker, channel, there)
-        # Once the hold has ended, other pushes are applied: the weights may not be those of the cut, so none are sent.
-        held = self._cuts.holds(worker)
-        length = self._transfer.give(worker, channel, header) if held else 0
-        self._cuts.release(worker)
-        self._changed.notify_all()
-        return {**self._version(), "again": not held}, length
-
-    def _allow(self, pushes: Mapping[str, int]) -> bool:
-        return self._cuts.allow(pushes, self._store.known, self._sessions.channels)
-
-    def _until(self, worker: str, channel: PeerChannel, there: Callable[[], bool]) -> None:
-        """Wait until ``there()`` is true. The caller holds `self._changed`, which the wait releases.
-
-        Meanwhile, forget workers that have been away for too long, and apply rounds of pushes that are complete. Raises
-        PeerLost if ``channel`` is not the worker's connection any more.
-        """
-        while not there():
-            # The wait releases the lock, so the worker may have a newer connection, or none, afterwards.
-            self._changed.wait(_HELD_S)
-            self._check_current(worker, channel)
-            if self._sessions.sweep() | self._rounds.complete(self._allow):
-                self._changed.notify_all()
-
     def _wait(self, worker: str, channel: PeerChannel, number: int, sync_point: int) -> None:
         """Wait until the rules let this worker continue after its push; evict workers that keep it waiting too long.
 
@@ -316,7 +265,7 @@ class Server:
         limit_s = self._worker_rules.dead_after_s
         while True:
             self._check_current(worker, channel)
-            if self._sessions.sweep() | self._rounds.complete(self._allow):
+            if self._sessions.sweep() | self._rounds.complete():
                 self._changed.notify_all()
             # Computed again in every turn: workers may have joined, left or pushed during the wait.
             blockers = awaited(self._worker_rules, self._store.known, self._rounds.waiting, worker, number, sync_point)
@@ -398,7 +347,7 @@ class WorkerSessions:
         Args:
             worker: Name of the worker.
             channel: The worker's new connection; an earlier one is broken off.
-            header: The hello: the worker's ``life``, or None; its ``client`` id; the ``incarnation`` of the store that
+            header: The hello: the worker's ``life``, or None; the ``incarnation`` of the store that
                 it knows; and ``said``, the number of the last push that it knows was applied. A restored store may know
                 neither the life nor that push.
 
@@ -421,7 +370,7 @@ class WorkerSessions:
             known = {"life": life, "push": 0, "clock": 0}
         elif known is None or known["life"] != life:
             return None
-        entry = {**known, "live": True, "rests": -1, "client": header["client"]}
+        entry = {**known, "live": True, "rests": -1}
         if restored:
             entry["said"] = header["said"]
             self._store.note(lost=self._store.record.get("lost", 0) + max(0, header["said"] - said(known)))
@@ -510,7 +459,7 @@ class WorkerSessions:
                 workers.pop(name, None)
             elif name in workers:  # the entry stays: before the first update the server counts workers that came
                 lives += 1
-                workers[name] = {"life": lives, "push": 0, "clock": 0, "live": False, "rests": -1, "client": ""}
+                workers[name] = {"life": lives, "push": 0, "clock": 0, "live": False, "rests": -1}
         self._store.remember(workers)
 
     def _drop(self, worker: str) -> PeerChannel | None:
@@ -705,16 +654,8 @@ class SyncRounds:
     def drop(self, worker: str) -> None:
         self._waiting.pop(worker, None)
 
-    def complete(self, allow: Callable[[Mapping[str, int]], bool]) -> bool:
-        """Apply the waiting pushes as one update, once all live workers have pushed.
-
-        Args:
-            allow: Function that gets the number of each worker's push, and returns whether these pushes may be applied
-                now. They may not if a worker's consistent pull holds the server, see `ConsistentReads`.
-
-        Returns:
-            Whether the pushes were applied.
-        """
+    def complete(self) -> bool:
+        """Apply the waiting pushes as one update, once all live workers have pushed; return whether this was done."""
         if not self._waiting:
             return False
         sync_point = max((push.sync_point for push in self._waiting.values()), default=0)
@@ -723,8 +664,6 @@ class SyncRounds:
         names = sorted(self._waiting)  # one order, so that sums are equal to the bit
         pushes = [self._waiting[name] for name in names]
         numbers = {name: push.number for name, push in zip(names, pushes, strict=True)}
-        if not allow(numbers):
-            return False
         called = any(push.call for push in pushes)
         if sum(push.weight for push in pushes) > 0.0:
             lr = next((p.lr for p in pushes if p.lr is not None), None)

@@ -285,7 +285,7 @@ def _check_first(header: Mapping[str, Any]) -> None:
         names = header.get("workers")
         whole = isinstance(names, list) and all(isinstance(name, str) for name in names)
     elif header.get("do") == "hello":
-        texts = [header.get(name) for name in ("worker", "client", "fingerprint")]
+        texts = [header.get(name) for name in ("worker", "fingerprint")]
         numbers = [header.get(name, "") for name in ("life", "said")]
         whole = all(isinstance(text, str) for text in texts) and all(isinstance(n, int | None) for n in numbers)
     if not whole:

@@ -51,7 +51,7 @@ Record = Mapping[str, Any]
 
 ``workers`` holds one entry for each name:
 
-- ``life`` and ``client``, the ids of its process;
+- ``life``, the id of its process;
 - ``push``, the number of its last applied push, with the ``lag`` of that push, whether it was ``dropped``, and whether
   all workers were ``called`` with it;
 - ``clock``, its progress in pushes, by which the mode ``"ssp"`` compares workers;

@@ -51,7 +51,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
             settings follow from the number of local steps in a round. For a module that steps several optimizers
             manually, ``"auto"`` is the plain mean, because momentum harms models that train against each other. Other
             rules are `DiLoCo`, `SlowMo`, `SparseLoCo`, `DeltaMean`, `PseudoGradientPenalty` around one of these, and,
-            with ``overlap=False``, `Mean`. With `EASGD` replicas stay different models around a center.
+            with ``overlap=False``, `Mean`. With `EASGD` replicas are different models between sync points.
         schedule: Decides when a round begins. ``"auto"`` (default) is `MatchCommunication`, whose period follows from
             the time that a round takes. Others are `AdaptivePeriod`, `EveryNSteps`, `EverySeconds`, `DyLU`,
             `Synchronous` and `Warmup`.

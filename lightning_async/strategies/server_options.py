@@ -74,9 +74,6 @@ class ServerOptions:
         snapshot_every: Seconds between two snapshots. Default 60.
         bigarray_bound: Parameters with at least this number of elements are split evenly over the servers. Default
             1,000,000.
-        consistent_pull: Whether a pull gets the same version from all servers of a parameter group, so that no push is
-            in the weights of one server and missing in those of another. Pushes of all workers wait during such a pull.
-            In mode ``"sync"`` versions are always the same. Default False.
         lr_clock: What a learning-rate scheduler with interval ``"step"`` counts. ``"samples"`` (default): the pushes of
             all workers, divided by the number of workers when training began; in mode ``"sync"`` and with
             ``update_on_server=False`` the worker's own steps, see `AsyncAveragingStrategy`. ``"local"``: the worker's
@@ -97,7 +94,6 @@ class ServerOptions:
     snapshots: str | os.PathLike[str] | None = None
     snapshot_every: float | None = None
     bigarray_bound: int = 1_000_000
-    consistent_pull: bool = False
     lr_clock: Literal["samples", "local"] = "samples"
     update_frequency: int = 1
 
@@ -105,7 +101,6 @@ class ServerOptions:
         owner = type(self).__name__
         check_int(self, "bigarray_bound", at_least=1)
         check_int(self, "update_frequency", at_least=1)
-        check_bool(owner, "consistent_pull", self.consistent_pull)
         check_choice(owner, "lr_clock", self.lr_clock, ("samples", "local"))
         if self.snapshot_every is not None:
             check_real(self, "snapshot_every", above=0)
@@ -219,14 +214,6 @@ class ServiceSettings:
         that its weights never lack more than `bound` pushes of another worker.
         """
         return (self.bound or 0) - (self.pull_every - 1) - self.overlap
-
-    @property
-    def at_a_cut(self) -> bool:
-        """Whether a pull must ask for the same version on all servers.
-
-        In mode ``"sync"`` every pull gets the same version without asking.
-        """
-        return self.options.consistent_pull and self.mode != "sync"
 
     def worker_rules(self, num_workers: int) -> WorkerRules:
         bound = {"max_staleness": self.ahead} if self.mode == "ssp" else {}

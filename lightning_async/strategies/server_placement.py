@@ -274,7 +274,7 @@ class ServerHandle:
                 rank_zero_info(f"{service.owner}, {group.name}: {plan}")
             client = Client(
                 name, servers.dials(plan), plan.fingerprint(), 2 * REQUEST_S, compression=service.compression,
-                consistent=service.at_a_cut, table=number, overlap=service.overlap,
+                table=number, overlap=service.overlap,
             )  # fmt: skip
             workers.append(Worker(named, plan, client))
         first = world is not None and world.rank == 0

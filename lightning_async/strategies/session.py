@@ -410,7 +410,9 @@ class Session:
         names = self._world.gather_objects(self.averager.sync_points.name)
         paces = self._world.gather_objects(list(self._strategy.pacing.mean))
         self.step_runner.complete_summary()
-        summary.paces = {name: Pace(*pace) for name, pace in zip(names, paces, strict=True)}
+        paces_by_name = {name: Pace(*pace) for name, pace in zip(names, paces, strict=True)}
+        summary.paces = dict(paces_by_name)
+        summary.straggler = str(straggler(paces_by_name) or "none")
         if (live_ranks := self._strategy.live_ranks) is not None:
             summary.rank = live_ranks.generation.rank
             summary.lost = live_ranks.lost

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from lightning_async._checks import check_bool, check_choice, check_protocol
@@ -21,11 +20,9 @@ from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.compression import TopK
 from lightning_async.algorithms.outer_optimizers import DiLoCo, PseudoGradientPenalty, SlowMo
 from lightning_async.algorithms.schedules import Schedule, Warmup
-from lightning_async.data.partition import PartitionedSampler
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.compressed_mean import Compression
 from lightning_async.engine.replica import BufferPolicies, BufferPolicy, OptimizerPolicy, with_statistics
-from lightning_async.trainer.data.epoch_data import EpochAssignment
 from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import pl, pytorch, searches_lr, validation_interval
 
@@ -317,31 +314,3 @@ def check_momentum_stays(owner: str, schedulers: Iterable[Any]) -> None:
                 f"only. Pass `cycle_momentum=False` to it, or `{owner}(update_on_server=False)`: the optimizer is the "
                 "worker's then."
             )
-
-
-def check_loaders(owner: str, trainer: Any) -> None:
-    """Raise ValueError, with the reason, if the samples of this rank's loaders cannot be redistributed."""
-    loaders = trainer.fit_loop._combined_loader.flattened
-    loader = loaders[0]
-    why = ""
-    if len(loaders) != 1:
-        why = f"there are {len(loaders)} train dataloaders"
-    elif type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
-        why = "`training_step(dataloader_iter)` fetches batches itself"
-    elif not isinstance(loader, DataLoader):
-        why = f"the train dataloader is a {type(loader).__name__}, and no DataLoader"
-    elif loader.batch_sampler is None:
-        why = "the train dataloader makes no batches (`batch_size=None`)"
-    elif type(loader.batch_sampler) is not BatchSampler:
-        why = f"its batches are made by a {type(loader.batch_sampler).__name__}"
-    elif isinstance(loader.sampler, PartitionedSampler):
-        why = "a PartitionedSampler says which samples are whose"
-    # The check must not depend on the epoch, because a checkpoint may resume at any one.
-    elif not EpochAssignment(trainer).whole().is_known:
-        source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
-        why = f"which samples a {type(source).__name__} gives to which rank is not known"
-    if why:
-        raise ValueError(
-            f"`{owner}`: {why}. It deals out the samples of one torch DataLoader of a map-style dataset, with the "
-            "DistributedSampler that Lightning gives it. `BalancedWindows` and `DyLU` balance by batches instead."
-        )

@@ -100,12 +100,14 @@ class Replicas:
         replica.last_target = target
 
     def sync_point(self, weights: Sequence[float]) -> None:
-        """A rendezvous: everyone takes the agreed model; the state stays."""
+        """A rendezvous: everyone takes the mean. The state stays, but begins anew where replicas keep own models."""
         total = torch.zeros(self.all[0].layout.numel, dtype=torch.float64)
         for replica, weight in zip(self.all, weights, strict=True):
             total += weight / sum(weights) * replica.flat().double()
         for replica in self.all:
-            agreed = self.rule.agree(total.float(), replica.state).clone()
+            agreed = total.float()
+            if not self.rule.absent_follow:
+                replica.state = self.rule.init(agreed, replica.layout)
             ops.apply_(replica.params, replica.layout, agreed, None)
             replica.last_target, replica.work = agreed, 0.0
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_async.algorithms import BalancedWindows, DyLU, ReplicaClock
-from lightning_async.algorithms.accumulation import batch_sizes
 from lightning_async.algorithms.schedules import Action, Pace, straggler
 
 USUAL = Pace(0.01, 0.1, 0.005, 4.0)
@@ -87,38 +86,3 @@ def test_local_steps_by_speed(speed, n) -> None:
 def test_arguments_that_cannot_be(build, error, words) -> None:
     with pytest.raises(error, match=words):
         build()
-
-
-@pytest.mark.parametrize(
-    ("total", "speeds", "minimum", "most", "sizes"),
-    [
-        (32, [3.0, 3.0, 3.0, 1.0], 1, [32] * 4, [10, 10, 9, 3]),
-        (16, [3.0, 3.0, 3.0, 1.0], 1, [16] * 4, [5, 5, 5, 1]),  # not 5, 5, 4 and 2, which is 3 / 2.5 times slower
-        (32, [0.0] * 4, 1, [32] * 4, [8] * 4),
-        (32, [2.0, 0.0, 4.0, 0.0], 1, [32] * 4, [5, 8, 11, 8]),  # whoever is not known is as fast as usual
-        (32, [100.0, 1.0], 3, [32] * 2, [29, 3]),
-        (32, [3.0, 3.0, 1.0], 1, [11] * 3, [11, 11, 10]),
-        (32, [3.0, 3.0, 1.0], 1, [4, 32, 32], [4, 21, 7]),
-        (32, [1.0, 1.0], 1, [10, 12], [10, 12]),
-        (2, [1.0, 1.0, 1.0], 1, [32] * 3, [1, 1, 1]),
-        (7, [5.0], 1, [32], [7]),
-    ],
-)
-def test_batches_by_speed(total, speeds, minimum, most, sizes) -> None:
-    assert batch_sizes(total, speeds, minimum, most) == sizes
-
-
-@given(
-    speeds=st.lists(st.floats(0.01, 100), min_size=1, max_size=8),
-    total=st.integers(1, 1000),
-    minimum=st.integers(1, 4),
-    data=st.data(),
-)
-def test_batches_keep_their_sum_and_bounds_and_take_equally_long(speeds, total, minimum, data) -> None:
-    most = [data.draw(st.integers(minimum, 400)) for _ in speeds]
-    sizes = batch_sizes(total, speeds, minimum, most)
-    assert sum(sizes) == min(max(total, minimum * len(speeds)), sum(most))
-    assert all(minimum <= size <= bound for size, bound in zip(sizes, most, strict=True))
-    free = [(n, v) for n, v, bound in zip(sizes, speeds, most, strict=True) if minimum < n < bound]
-    for n, v in free:  # to one sample
-        assert all(abs(n - v * other / speed) <= 1 + v / speed for other, speed in free)

@@ -52,7 +52,7 @@ class OnlyEquations(AveragingRule[Any]):
     """A user's rule, straight from the interface, with nothing but what that asks for."""
 
     num_scalars, per_replica, overlappable, absent_follow = 0, frozenset[str](), True, True
-    restores_local = mixes = sends_difference = keeps_residual = False
+    mixes = sends_difference = keeps_residual = False
 
     def init(self, params: Any, layout: Any) -> Any:
         return (params.clone(),)
@@ -74,7 +74,7 @@ def test_what_a_rule_inherits_from_the_interface_answers() -> None:
     rule, mean = OnlyEquations(), torch.ones(2)
     state = rule.init(mean, None)
     assert rule.weights(algorithms.Round(id=0, rank=1, work=(1.0, 3.0))) == (0.25, 0.75)
-    assert rule.agree(mean, state) is mean
+    assert rule.common_model(mean, state) is mean
     live = torch.tensor([3.0, 4.0])
     facts = algorithms.Round(id=0, rank=0, work=(1.0,))
     assert rule.mix_(live, torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]), state, facts) is state

@@ -39,10 +39,13 @@ def test_history_equals_a_float64_reference_and_the_absent_stay(seed, beta, roun
     for replica, expected in zip(world.all, x, strict=False):
         close(replica.flat(), expected)
     assert torch.equal(world.all[-1].flat(), fill(7, seed))
-    world.sync_point([1.0] * size)
+    for replica in world.all:
+        close(replica.state.center, center)
+    world.sync_point([*work, 0.0])
+    mean = sum(amount / sum(work) * mine for amount, mine in zip(work, x, strict=True))
     for replica in world.all:
         assert torch.equal(replica.flat(), replica.state.center)
-        close(replica.flat(), center)
+        close(replica.flat(), mean)
 
 
 @LAW

@@ -40,8 +40,8 @@ from lightning_async import (
 from lightning_async.checkpoint.saver import Saver
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.rounds import AnchorRound, AveragingRound
-from lightning_async.engine.consensus import ConsensusRound
 from lightning_async.engine.buckets import InFlightRound
+from lightning_async.engine.consensus import ConsensusRound
 from lightning_async.engine.control_plane import EngineLoop, Stage
 from lightning_async.engine.gradients.overlap import InParts
 from lightning_async.engine.gradients.reduction import GradientRounds

@@ -36,7 +36,6 @@ class Peer:
         batch: samples in a batch.
         timed: whether its ranks may end by time, each after another number of steps.
         update_s: what an optimizer step takes, by the seconds of a batch and of an exchange, to plan by.
-        settles: its first steps, in which it is not yet as fast as it will be: samples per second are of those after.
     """
 
     about: str
@@ -49,7 +48,6 @@ class Peer:
     batch: int = BATCH
     timed: bool = False
     update_s: Callable[[float, float], float] | None = None
-    settles: int = 2
 
 
 def small(job: Job, slot: Slot) -> tuple[CharModule, DataLoader[Any]]:

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from tests.benchmarks.delays import begin
 from tests.benchmarks.fitting import Peer, claims_of, fit
-from tests.benchmarks.language import SAMPLES, Looks, language, shared_language
+from tests.benchmarks.language import SAMPLES, Looks, language
 from tests.benchmarks.measured import Job, RankResult
 
 __all__ = ["BEGINNING", "PEERS"]
@@ -123,19 +123,6 @@ def _served(mode: str) -> Peer:
     )  # fmt: skip
 
 
-def _balanced(job: Job) -> RankResult:
-    import lightning_async
-
-    schedule = lightning_async.Synchronous()
-    strategy = lightning_async.AsyncAveragingStrategy(schedule=schedule)
-    looks = Looks(job)
-    sizes = lightning_async.BalancedBatchSizes(every=10)
-    result = fit(job, strategy, looks, sizes, num_nodes=job.num_replicas, work=shared_language)
-    result.held_out = looks.judge()
-    result.claims = claims_of(strategy) | {f"batch of rank {name}": size for name, size in sizes.batch_sizes.items()}
-    return result
-
-
 def _begin(job: Job) -> RankResult:
     assert job.begin is not None
     begin(Path(job.begin), job.steps, job.num_replicas, job.rates[0], job.seed)
@@ -173,14 +160,6 @@ PEERS: dict[str, Peer] = {
     "windows of 8, no delay": _windows("the same, delay=0", 8, 8, late=False, delay=0),
     "windows of 8, int8": _windows("accumulate=8, delay=1, int8", 8, 8, share=0.25, compression="int8"),
     "windows of 8, PowerSGD": _windows("accumulate=8, PowerSGD(1)", 8, 8, share=0.1, compression="powersgd"),
-    "batches balanced": Peer(
-        about="Synchronous(), BalancedBatchSizes(every=10)",
-        settles=14,  # ten batches are measured first, and loaders begin anew
-        run=_balanced,
-        batch=SAMPLES,
-        ours=True,
-        update_s=lambda batch_s, exchange_s: batch_s + exchange_s,
-    ),
     "servers, sync": _served("sync"),
     "servers, async": _served("async"),
     "windows balanced": _windows("accumulate=BalancedWindows(4)", lambda package: package.BalancedWindows(4), 4),

@@ -34,7 +34,16 @@ from tests.benchmarks.measured import RankResult
 from tests.benchmarks.peers import PEERS
 from tests.benchmarks.ranks import forking, run_ranks
 from tests.benchmarks.report import load_average, machine
-from tests.benchmarks.scenarios import START_S, choose_slot, interleave, job_on, round_time, samples_per_s, say
+from tests.benchmarks.scenarios import (
+    START_S,
+    WARM_STEPS,
+    choose_slot,
+    interleave,
+    job_on,
+    round_time,
+    samples_per_s,
+    say,
+)
 
 MODULE = "tests.benchmarks.gradients"
 TARGETS = list(GRADIENT_PEERS)
@@ -131,7 +140,7 @@ def _measure(link: Link, options: argparse.Namespace, begin: str, seed: int) -> 
         seconds = options.seconds * (1.0 if peer == PLAIN else OTHERS)
         update_s = PEERS[peer].update_s
         assert update_s is not None
-        steps = max(PEERS[peer].settles, round(seconds / update_s(slots[-1], round_s)))
+        steps = max(WARM_STEPS, round(seconds / update_s(slots[-1], round_s)))
         job = job_on(link, peer, options.replicas, warmup=2, steps=steps)
         ends = seconds if options.slowest > 1.0 and PEERS[peer].timed else None
         job = replace(job, step_s=slot_s, tail_s=tail_s, seed=seed, begin=begin, seconds=ends)
@@ -155,7 +164,6 @@ def _measure(link: Link, options: argparse.Namespace, begin: str, seed: int) -> 
             "last_loss": [curve(ranks)[-1][1] for ranks in done.repeats],
             "samples_per_s": [samples_per_s(done.job, ranks) for ranks in done.repeats],
             "steps": done.claims().get("steps"),
-            "batch_sizes": [size for name, size in done.claims().items() if name.startswith("batch of rank")],
             "curves": [curve(ranks) for ranks in done.repeats],
         }
     return {
@@ -190,9 +198,6 @@ def markdown(told: dict[str, Any]) -> str:
         if best is not None:
             lines[-1] += _of_seeds(of_seeds[peer], of_seeds[best])
     slots = ", ".join(f"{each:.0f}" for each in told["slot_ms"])
-    for peer, row in peers.items():
-        if row.get("batch_sizes"):
-            lines += ["", f"{peer}: the ranks came to batches of {', '.join(f'{n:.0f}' for n in row['batch_sizes'])}."]
     if best is not None:
         lines += ["", f"DDP's best at that time is {best!r}: what is above it by no more than its spread is as good."]
     if (share := of_the_ideal(told)) is not None:

@@ -34,7 +34,6 @@ __all__ = [
     "language",
     "rate_for",
     "rule",
-    "shared_language",
     "training_windows",
 ]
 
@@ -122,24 +121,6 @@ def language(batches: float = 1.0, late: bool = False) -> Work:
         return module, DataLoader(stream, batch_size=SAMPLES, drop_last=True)
 
     return work
-
-
-class Sized(LanguageModule):
-    """A batch takes the longer, the more samples it has."""
-
-    def __init__(self, slot: Slot, *arguments: Any) -> None:
-        super().__init__(slot, *arguments)
-        self.sample_s = slot.step_s / SAMPLES
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.slot.step_s = self.sample_s * len(batch[0])
-
-
-def shared_language(job: Job, slot: Slot) -> tuple[CharModule, DataLoader[Any]]:
-    """Of one dataset, from which Lightning gives each rank its part; windows begin as in `language`."""
-    windows = training_windows()
-    module = Sized(slot, rate_for(job.rates, 1.0), job.warmup + job.steps, job.begin)
-    return module, DataLoader(windows, batch_size=SAMPLES, shuffle=True)  # pyright: ignore[reportArgumentType]
 
 
 @torch.no_grad()

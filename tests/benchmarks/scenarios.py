@@ -22,6 +22,8 @@ from tests.benchmarks.report import Row, Section, Target, load_average
 __all__ = ["QUICK", "RELATIVE_STEP_TIMES", "Plan", "measure_gradients", "measure_speed", "measure_stragglers", "say"]
 
 RELATIVE_STEP_TIMES = (0.58, 0.75, 1.51, 3.33)
+WARM_STEPS = 2
+"""The first steps of a rank, which are slower: samples per second are of those after."""
 START_S = 90.0
 """What starting the processes of one peer may take on a busy machine."""
 
@@ -248,8 +250,7 @@ def _speed_targets(rows: Sequence[Row], slot_s: float, round_s: float, link: Lin
 
 def samples_per_s(job: Job, ranks: Sequence[RankResult]) -> float:
     """Samples of all ranks per second, from when the last rank is warm until the first one ends."""
-    warm = PEERS[job.peer].settles
-    start, stop = max(rank.ends[warm] for rank in ranks), min(rank.ends[-1] for rank in ranks)
+    start, stop = max(rank.ends[WARM_STEPS] for rank in ranks), min(rank.ends[-1] for rank in ranks)
     return sum(samples_in(job.peer, rank.ends, start, stop) for rank in ranks) / (stop - start)
 
 

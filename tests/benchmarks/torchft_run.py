@@ -1,7 +1,4 @@
-"""torchft beside the soak: its lighthouse, its replicas, and what starts those again that were killed, at once.
-
-That is made of the launcher's own parts: a process that has done the imports stands by here, too.
-"""
+"""torchft beside the soak: its lighthouse, its replicas, and what starts those again that were killed, at once."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from typing import Any
 
 from lightning_async.launch.environment import LaunchedJob
 from lightning_async.launch.process import Process
-from lightning_async.launch.warm_spare import WarmSpares
-from lightning_async.membership.launcher_channel import Program
 from tests.benchmarks.elastic_run import DEATH_S, START_S
 from tests.benchmarks.elastic_trace import Life, Traces
 from tests.benchmarks.ranks import ROOT, RankFailed
@@ -54,7 +49,7 @@ class Torchft:
     def __init__(self, folder: Path, ranks: int, **job: object) -> None:
         from torchft._torchft import LighthouseServer  # pyright: ignore[reportMissingImports]
 
-        self.folder, self.ranks, self.traces = folder, ranks, Traces(folder)
+        self.folder, self.traces = folder, Traces(folder)
         self._lighthouse: Any = LighthouseServer(
             bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=_JOIN_MS, quorum_tick_ms=_TICK_MS,
             heartbeat_timeout_ms=_HEARTBEAT_MS,
@@ -64,8 +59,6 @@ class Torchft:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self._all = LaunchedJob(program, ranks, 0, environment, "torchft")
-        self._standbys = WarmSpares(self._all, 1, print)
-        self._standbys.learn(Program(("torch", "torchft"), ()))
         self._codes: dict[str, int] = {}
         self._said = (folder / "said").open("wb")
         self._processes = {str(rank): self._start(str(rank)) for rank in range(ranks)}
@@ -73,7 +66,7 @@ class Torchft:
     def _start(self, name: str) -> Process:
         environment = {**self._all.base, "RANK": name}
         said = self._said.fileno()
-        return self._standbys.take(environment, said, said) or Process(self._all.command(), environment, said, said)
+        return Process(self._all.command(), environment, said, said)
 
     def tend(self) -> None:
         """Start those again that have died."""
@@ -92,10 +85,7 @@ class Torchft:
     def living(self) -> dict[str, Life]:
         """Those that train, by name."""
         self.tend()
-        living = {life.name: life for life in self.traces.read() if life.commits and life.alive}
-        if len(living) == self.ranks:  # as the launcher does, once all train
-            self._standbys.prepare(1)
-        return living
+        return {life.name: life for life in self.traces.read() if life.commits and life.alive}
 
     def wait(self, what: str, done: Callable[[list[Life]], bool], timeout_s: float = DEATH_S) -> list[Life]:
         """Until that is so; all lives.
@@ -126,7 +116,6 @@ class Torchft:
         return next((code for code in self._codes.values() if code), 0 if self.ended() else -signal.SIGKILL)
 
     def close(self) -> None:
-        self._standbys.close()
         for name, process in self._processes.items():
             if name not in self._codes:
                 process.signal(signal.SIGKILL)

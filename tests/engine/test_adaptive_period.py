@@ -11,8 +11,8 @@ import torch
 from lightning_async.algorithms import AdaptivePeriod, DiLoCo, Schedule, Warmup
 from lightning_async.algorithms.schedules import Denser
 from lightning_async.engine.averaging.rounds import AveragingPart, disagreement
+from lightning_async.engine.averaging.rule_state import RoundTrends
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
-from lightning_async.engine.work_ledger import WorkLedger
 from lightning_async.trainer.loops.loop_state import without_own
 from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, FaultyRank, values
@@ -101,7 +101,7 @@ def test_losses_of_synchronous_steps_are_in_no_round() -> None:
         for step in range(28):
             averager.see_loss(torch.tensor(2.0 + averager.summary.rank * (step >= 20)))
             rank.train(1)
-            measured.append(averager.ledger.loss_variance.recent)
+            measured.append(averager.trends.loss_variance.recent)
         return measured[23::4]
 
     schedule = Warmup(AdaptivePeriod(4, 48, metric="loss_variance"), steps=20)
@@ -168,7 +168,7 @@ def test_a_rank_that_goes_on_from_anothers_clocks_tells_no_losses_of_that_one() 
         assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         rank.averager.sync_points.resume()
         train(rank, 4)
-        return rank.averager.ledger.loss_variance.first
+        return rank.averager.trends.loss_variance.first
 
     assert run(3, resume, schedule=schedule, **OPTIONS) == [100.0] * 3
 
@@ -176,32 +176,32 @@ def test_a_rank_that_goes_on_from_anothers_clocks_tells_no_losses_of_that_one() 
 def test_fragments_of_unlike_parts_are_measured_as_one() -> None:
     """Also where training goes on with another number of them."""
 
-    def measure(ledger: WorkLedger, spreads: tuple[float, ...], rounds: int) -> float:
+    def measure(trends: RoundTrends, spreads: tuple[float, ...], rounds: int) -> float:
         for _ in range(rounds):
             for spread in spreads:
-                ledger.compare(spread, 1.0)
-        return ledger.spread.relative
+                trends.compare(spread, 1.0)
+        return trends.spread.relative
 
-    halves = WorkLedger(num_fragments=2)
+    halves = RoundTrends(num_fragments=2)
     assert measure(halves, (1.0, 9.0), 4) == 1.0
     assert halves.spread.first == pytest.approx(10.0)
     assert measure(halves, (1.0, 9.0), 20) == pytest.approx(1.0, abs=0.15)
     assert measure(halves, (0.25, 2.25), 20) == pytest.approx(0.25, rel=0.15)
-    whole = WorkLedger()
+    whole = RoundTrends()
     whole.load_state_dict(halves.state_dict())
     assert whole.spread == halves.spread._replace(number=44)
     assert measure(whole, (2.5,), 20) == pytest.approx(0.25, rel=1e-2)
-    again = WorkLedger(num_fragments=2)
+    again = RoundTrends(num_fragments=2)
     again.load_state_dict(whole.state_dict())
     assert again.spread == whole.spread._replace(number=128)
 
 
 def test_the_first_rounds_stay_the_measure_where_training_goes_on_with_more_fragments() -> None:
     """Six rounds of all parameters are as many of each fragment: more than those that make the measure."""
-    whole = WorkLedger()
+    whole = RoundTrends()
     for spread in (8.0, 8.0, 8.0, 8.0, 2.0, 2.0):
         whole.compare(spread, spread)
-    quarters = WorkLedger(num_fragments=4)
+    quarters = RoundTrends(num_fragments=4)
     quarters.load_state_dict(whole.state_dict())
     for _ in range(80):
         quarters.compare(0.5, 2.0)
@@ -230,7 +230,7 @@ def test_a_rank_that_loses_the_last_answer_measures_replicas_by_the_other_rounds
         measured = []
         for _ in range(4):
             rank.train(4)
-            measured.append(rank.averager.ledger.spread)
+            measured.append(rank.averager.trends.spread)
         return measured
 
     script = [Fault(op="all_gather", nth=4, action=Fail(after=True), name=HEADER)]  # the second round's commit

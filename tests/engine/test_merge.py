@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,12 @@ from torch import Tensor, nn
 
 from lightning_async.algorithms import DeltaMean
 from lightning_async.algorithms.averaging import Round
-from lightning_async.engine.averaging.averager import Merger
-from lightning_async.engine.averaging.rounds import ROUND, AveragingPlan, LocalMessage, Merge
-from lightning_async.engine.averaging.rule_state import RuleState
+from lightning_async.engine.averaging.rounds import ROUND, AveragingPlan, AveragingRound, LocalMessage, Merge
+from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState
 from lightning_async.engine.buckets import Buckets
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import SharedState
-from lightning_async.engine.work_ledger import Work
+from lightning_async.engine.work_ledger import Work, WorkLedger
 
 START, SNAPSHOT, TARGET = 1.0, 3.0, 5.0
 
@@ -44,17 +44,18 @@ def merged(
     nn.init.constant_(module.weight, START)
     shared_state = SharedState()
     buckets = Buckets(Replica(module), shared_state)
-    merger = Merger(buckets, RuleState(rule or DeltaMean(), buckets, shared_state))
+    rule_state = RuleState(rule or DeltaMean(), buckets, shared_state)
+    control: Any = SimpleNamespace(buckets=buckets, shared_state=shared_state, transfer=None)
+    kind = AveragingRound(control, rule_state, WorkLedger(), AveragerConfig())
     nn.init.constant_(module.weight, now)
     buckets.at_target = message_step is None and now == START
     message = None if message_step is None else LocalMessage(ROUND, message_step, Work(1.0, 1.0), 1.0, True)
-    kind: Any = None
     arrived = Merge(
         id=1, kind=kind, message=message, target=torch.full((2,), TARGET), plan=AveragingPlan(kind, (1.0,), source=0),
         round=Round(1, 0, (1.0,)), share=1.0, message_bytes=8, fragments=(0,),
         base=None if base is None else torch.full((2,), base)
     )  # fmt: skip
-    merger.merge(arrived, step)
+    kind.merge(arrived, step)
     return module.weight[0, 0].item(), buckets
 
 

@@ -80,7 +80,6 @@ def test_no_metrics_name_is_the_beginning_of_anothers() -> None:
     assert {
         "averaging/round_s",
         "accumulation/batches",
-        "batch_size/rank_0",
         "divergence/0",
         "divergence/remedy",
     } < names

@@ -119,7 +119,7 @@ def lives(pid: int) -> bool:
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """``launch("-n", "2", SCRIPT, ...)``; at the end there is no launcher any more, nor a store.
 
-    With ``forks`` the launcher is forked, and so are its ranks and who stands by, see `tests.nursery`: for those that
+    With ``forks`` the launcher is forked, and so are its ranks, see `tests.nursery`: for those that
     import what takes seconds.
     """
     started: list[Launched] = []

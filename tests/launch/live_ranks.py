@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -81,54 +79,6 @@ def fork() -> None:
     say("child", os.getpid())
     while True:
         signal.pause()
-
-
-def imports(name: str) -> None:
-    importlib.import_module(name)
-    say("imported")
-
-
-def sets(name: str, value: str) -> None:
-    os.environ[name] = value
-    say("set")
-
-
-def describe() -> None:
-    """All that a program can know of how it was started, and that is the same at each start."""
-    main, status = sys.modules["__main__"], Path("/proc/self/status").read_text().splitlines()
-    descriptors = [os.readlink(f"/proc/self/fd/{number}") for number in range(256) if is_open(number)]
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        child = pool.apply(in_child)
-    told = {
-        "argv": [sys.argv, sys.orig_argv],
-        "path": sys.path,
-        "flags": str(sys.flags),
-        "main": [str(vars(main).get(f"__{name}__")) for name in ("name", "file", "package", "cached", "doc")],
-        "loader": [type(main.__loader__).__name__, main.__spec__ and main.__spec__.name],
-        "mine": describe.__globals__ is vars(main),
-        "names": sorted(name for name in vars(main) if name.startswith("__")),
-        "child": child,
-        "environment": {k: v for k, v in os.environ.items() if k not in (launched.REJOIN, launched.CHANNEL)},
-        "signals": [line for line in status if line.startswith(("SigBlk", "SigIgn", "SigCgt"))],
-        "threads": [line for line in status if line.startswith("Threads")],
-        "leads": [os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid(), os.getppid()],
-        "priority": [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), sorted(os.sched_getaffinity(0))],
-        "streams": [
-            repr(getattr(sys, name)) + repr(getattr(sys, name).line_buffering) for name in ("stdout", "stderr")
-        ],
-        "descriptors": [descriptors[:3], sorted(re.sub(r"\d+", "", link) for link in descriptors)],
-        "number": sys.modules["pytorch_lightning"].rank_zero_only.rank,
-        "place": [os.getcwd(), os.umask(0o22)],
-    }
-    say("described", json.dumps(told))
-
-
-def is_open(number: int) -> bool:
-    return Path(f"/proc/self/fd/{number}").is_symlink()
-
-
-def in_child() -> list[object]:
-    return [__name__, Path(__file__).name, sys.argv, sys.path]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from lightning_async.parameter_server.optimizers import (
 from lightning_async.parameter_server.shared_memory import SIZE, Journal
 from lightning_async.parameter_server.store import Store
 
-WORKER = {"life": 1, "push": 0, "clock": 0, "live": True, "client": "3f1a2b"}
+WORKER = {"life": 1, "push": 0, "clock": 0, "live": True}
 
 
 class Killed(BaseException):

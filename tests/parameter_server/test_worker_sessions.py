@@ -29,7 +29,7 @@ class Line:
 
 
 def hello(presence: WorkerSessions, name: str, life: int | None) -> dict[str, Any] | None:
-    header = {"life": life, "client": "3f", "said": 0}
+    header = {"life": life, "said": 0}
     return presence.hello(name, Line(), header)  # pyright: ignore[reportArgumentType]
 
 

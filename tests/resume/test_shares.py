@@ -200,3 +200,11 @@ def test_the_order_of_an_epoch_is_drawn_once_for_all_ranks(monkeypatch: pytest.M
     drawn.clear()
     assert len(JoinedBatches.of([(each, 0) for each in held.values()])) == 4 * 68 + 67
     assert drawn == [1009]
+
+
+def test_lost_ranks_of_unequal_batch_sizes_are_inherited_in_the_smallest() -> None:
+    held = {name: shares(60, 3, size)[name] for name, size in (("0", 7), ("1", 4), ("2", 1))}
+    dealt = inherited([(held["0"], 2), (held["2"], 5)], {"1": 5})
+    ((told, count),) = dealt["1"].loaders
+    assert told is not None and told["batch_size"] == 1 == len(torch.unique(told["indices"])) // count
+    assert sorted(samples(dealt["1"])) == sorted(samples(held["0"], 2) + samples(held["2"], 5))

@@ -18,7 +18,6 @@ from lightning_async import (
     AdaptiveGradientAccumulation,
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
-    BalancedBatchSizes,
     DeltaMean,
     EveryNSteps,
     FaultTolerantCheckpoint,
@@ -205,7 +204,6 @@ def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any =
         callbacks=[
             *([AdaptiveGradientAccumulation(settings["windows"])] if "windows" in settings else []),
             *([FaultTolerantCheckpoint(folder, every_n_train_steps=1000)] if settings.get("saved") else []),
-            *([BalancedBatchSizes(every=settings["balanced"])] if "balanced" in settings else []),
         ],
         **({"enable_progress_bar": False} | (trainer or {})),
     )  # fmt: skip

@@ -28,12 +28,12 @@ def compressed_in_step() -> Any:
 
 @scenario
 def compressed_as_they_come() -> Any:
-    """Two servers, of one version in every pull, while the next batch is computed."""
+    """Two servers, while the next batch is computed."""
     strategy = ParameterServerStrategy(
         compression=TopK(0.2),
         overlap=True,
         num_servers=2,
-        options=ServerOptions(bigarray_bound=10, consistent_pull=True),
+        options=ServerOptions(bigarray_bound=10),
     )
     return fit(strategy, optimizer=adam, max_epochs=4)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -146,15 +145,6 @@ def test_synchronous_steps_and_samples_that_are_there_only_to_fill_up(tmp_path: 
     """55 samples among 3 ranks: the samples 0 and 1 are repeated, by the ranks 1 and 2."""
     told, left = train(tmp_path, {"1": ["step", 0, 4]}, samples=[55], own_sampler=True, synchronous=True)
     assert once(told, 0, left, {"1": 4}) == sorted([*range(55), 1])
-
-
-@pytest.mark.parametrize("every", [None, 3])
-def test_batches_of_unequal_size_are_inherited_and_a_step_keeps_its_samples(every: int | None, tmp_path: Path) -> None:
-    told, left = train(tmp_path, {"1": ["step", 0, 4]}, samples=[55], shuffle=True, synchronous=True, balanced=every)
-    assert once(told, 0, left, {"1": 4}) == list(range(55))
-    assert sorted(seen(told, "train", 1, left)) == list(range(55))
-    steps = [[len(entry[3][0]) for entry in told[name] if entry[:2] == ["train", 1]] for name in left]
-    assert [sum(each) for each in itertools.zip_longest(*steps, fillvalue=0)] == [6] * 9 + [1]
 
 
 def test_each_sample_of_a_stream_is_in_committed_work_once(tmp_path: Path) -> None:

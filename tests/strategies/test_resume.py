@@ -41,7 +41,7 @@ def test_resumed_training_equals_uninterrupted_training(ranks: Outcomes, name: s
         assert (second["global_step"], second["epoch"]) == (24, 4)
 
 
-def test_a_checkpoint_shows_the_center_between_replicas(ranks: Outcomes) -> None:
+def test_the_center_in_a_checkpoint_is_the_model(ranks: Outcomes) -> None:
     first, second = ranks("interrupted_with_models_of_their_own")
     for told in (first, second):
         assert told["saved"]["rule_state"]["center"] == pytest.approx(told["first"]["flat"], abs=1e-6)

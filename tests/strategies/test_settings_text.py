@@ -52,7 +52,7 @@ ARGUMENTS: dict[Any, dict[str, tuple[Any, Any]]] = {
     },
     OPTIONS: {
         "wait_for_workers": ("all", 1), "server_address": (None, "a:1"), "bigarray_bound": (1, 2),
-        "snapshots": (None, "/tmp/a"), "consistent_pull": (False, True), "lr_clock": ("samples", "local"),
+        "snapshots": (None, "/tmp/a"), "lr_clock": ("samples", "local"),
         "snapshot_every": ({"snapshots": "/tmp/a"}, {"snapshots": "/tmp/a", "snapshot_every": 3.0}),
         "update_frequency": (1, {"update_on_server": False, "update_frequency": 2}),
     },

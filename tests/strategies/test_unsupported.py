@@ -179,9 +179,9 @@ def test_wrong_deadlines_are_named(arguments: dict[str, Any], error: type[Except
 
 def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
     class Half:
-        init = message_ = merge_ = mix_ = agree = state_dict = load_state_dict = lambda *_: None
+        init = message_ = merge_ = mix_ = common_model = state_dict = load_state_dict = lambda *_: None
         num_scalars, per_replica, overlappable, absent_follow = 0, frozenset[str](), True, True
-        restores_local = mixes = False
+        mixes = False
 
         def __repr__(self) -> str:
             return "Half()"

@@ -25,7 +25,7 @@ from lightning_async import (
     ParameterServerStrategy,
     Synchronous,
 )
-from lightning_async.algorithms.schedules import straggler
+from lightning_async.algorithms.schedules import Pace, straggler
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.problem import adam, momentum
@@ -379,7 +379,11 @@ class Sizes(Net):
 
 
 def told_of_pace(told: Any, summary: Any) -> Any:
-    return told | {"paces": summary.paces, "said": str(summary), "straggler": straggler(summary.paces)}
+    return told | {
+        "paces": summary.paces,
+        "said": str(summary),
+        "straggler": straggler({name: Pace(*pace) for name, pace in summary.paces.items()}),
+    }
 
 
 @scenario

@@ -64,6 +64,7 @@ class BackgroundAverager(ReplicaEngine):
             on_consensus=self.component.on_consensus,
         )
         control.register(self.component)
+        self.trends = self.component.average.trends
         self._meet = meet or self.sync_points.rendezvous
         self.on_healed: Callable[[], None] = lambda: None
         """A function that is called after this replica, which was not finite, has taken over the others' model."""
@@ -92,8 +93,8 @@ class BackgroundAverager(ReplicaEngine):
             committed = ledger.last_round
             message = self._buckets.message
             since = list(ledger.since_round)
-            spread = ledger.spread.relative
-            loss_variance = ledger.loss_variance.relative
+            spread = self.trends.spread.relative
+            loss_variance = self.trends.loss_variance.relative
             if isinstance(message, LocalMessage):
                 since[message.fragment] -= message.steps
         # Within one period of the schedule each fragment has a round, so the clock that it sees runs faster by their
@@ -289,8 +290,14 @@ class BackgroundAverager(ReplicaEngine):
         self.component.average.follow_layout()
 
     def clocks(self) -> dict[str, Any]:
-        return {**super().clocks(), "losses": [float(self._loss_sum), self._num_losses]}
+        return {
+            **super().clocks(),
+            "losses": [float(self._loss_sum), self._num_losses],
+            "trends": self.trends.state_dict(),
+        }
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         super().load_state_dict(saved, clocks)
         self._loss_sum, self._num_losses = clocks.get("losses", (0.0, 0))
+        if "trends" in clocks:
+            self.trends.load_state_dict(clocks["trends"])

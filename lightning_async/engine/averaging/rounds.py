@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_async import ops
 from lightning_async.algorithms.averaging import Round
-from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState
+from lightning_async.engine.averaging.rule_state import AveragerConfig, RoundTrends, RuleState
 from lightning_async.engine.buckets import InFlightRound, Message, ModelRound, RoundType
 from lightning_async.engine.compressed_mean import CompressedMean, mean_of
 from lightning_async.engine.control_plane import ControlPlane
@@ -266,6 +266,7 @@ class AveragingRound(_Round):
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         super().__init__(control, agreed, ledger)
         self._config = config
+        self.trends = RoundTrends(self._replica.num_fragments)
         self._exact = config.compression == "none" or agreed.rule.keeps_residual
         """Whether messages leave no compression error in the parameters; only then may a round's target be copied over
         parameters that have taken no step."""
@@ -347,7 +348,7 @@ class AveragingRound(_Round):
         # A rank that lost the last answer has its own part of the tally only. That is no measure: among the first
         # rounds it would give this rank another period for good.
         spread = exchange.tally * exchange.per_tally if exchange.tally_is_whole else math.inf
-        self._ledger.compare(spread, exchange.loss_variance)
+        self.trends.compare(spread, exchange.loss_variance)
         if isinstance(message, LocalMessage):
             self._ledger.round(message.work, message.steps, message.fragment)
             exchange.base = None if exchange.healed else self._buckets.sent

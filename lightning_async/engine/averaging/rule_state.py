@@ -14,6 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from lightning_async.algorithms.automatic import Trend
 from lightning_async.algorithms.averaging import AveragingRule, Round
 from lightning_async.algorithms.compression import TopK
 from lightning_async.engine.buckets import Buckets
@@ -28,6 +29,7 @@ _LEFT_BY_CODES = 1e-6
 """The weight at a sync point of a step that a replica has already sent in a message of codes; a new step has weight 1.
 Such a message leaves a small compression error in the replica's parameters. The weight is negligible beside new work,
 but decides if no replica has new work."""
+_FIRST_ROUNDS = 4  # of each fragment: later measurements are relative to those of these rounds
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
 
 
@@ -98,8 +100,11 @@ class AveragerConfig:
         """Return the factor with which work that a round has averaged already counts in a consensus.
 
         Without compression it is 0. With compression a part of the work was not sent, and is in this replica's
-        parameters only, so the factor is larger. Work that no round has averaged yet has the factor 1.
+        parameters only, so the factor is larger. It is 1 if the rule lets replicas keep models of their own, as for
+        work that no round has averaged yet.
         """
+        if not rule.absent_follow:
+            return 1.0
         if self.compression == "none" or rule.keeps_residual:
             return 0.0
         return 1.0 if isinstance(self.compression, TopK) else _LEFT_BY_CODES  # most of a sparse message is left
@@ -126,6 +131,42 @@ class AveragerConfig:
                 "the parameters beyond the messages, and with it what sparse messages lack, which is most of them. "
                 'Use a rule without mixing, or codes, such as `compression="int8"`.'
             )
+
+
+class RoundTrends:
+    """The trends of two measurements of committed rounds, which tell the schedule how far replicas are apart.
+
+    Args:
+        num_fragments: Number of fragments of the parameters, each with rounds of its own.
+    """
+
+    def __init__(self, num_fragments: int = 1) -> None:
+        self._num_fragments = num_fragments
+        self.spread = Trend()
+        """The trend of the squared distance between replicas, divided by the steps since they agreed."""
+        self.loss_variance = Trend()
+        """The trend of the variance of losses over replicas."""
+
+    def compare(self, spread: float, loss_variance: float) -> None:
+        """Add the measurements of a committed round to the trends `spread` and `loss_variance`.
+
+        ``spread`` is that of the round's fragment. An infinite measurement is unknown, and is left out.
+        """
+        window = _FIRST_ROUNDS * self._num_fragments
+        self.spread = self.spread.add(self._num_fragments * spread, window)  # scaled from one fragment to all
+        self.loss_variance = self.loss_variance.add(loss_variance, window)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "spread": list(self.spread), "loss_variance": list(self.loss_variance), "fragments": self._num_fragments,
+        }  # fmt: skip
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load a saved state; a trend counts rounds of all fragments, so it is converted to their present number."""
+        for name in ("spread", "loss_variance"):
+            trend = Trend(*saved[name])
+            number = trend.number * self._num_fragments // int(saved["fragments"])
+            setattr(self, name, trend._replace(number=number))
 
 
 class RuleState(ModelState):
@@ -186,6 +227,10 @@ class RuleState(ModelState):
         f = round.fragment
         with self._shared_state.committing:
             self._states[f] = self.rule.mix_(live, base, target, self._states[f], round)
+
+    def _models(self, target: Tensor) -> list[Tensor]:
+        models = zip(super()._models(target), self._states, strict=True)
+        return [self.rule.common_model(model, state) for model, state in models]
 
     def nbytes(self) -> int:
         """Return the size of the tensors in the rule's state; any thread may call this."""

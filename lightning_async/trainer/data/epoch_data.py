@@ -243,24 +243,17 @@ class EpochAssignment:
         finally:
             take_back(self._until_end)
 
-    def go_on_with(self, share: DataShard, steps: int | None = None) -> None:
-        """Make Lightning's loop train on a share until the end of the epoch.
-
-        Args:
-            share: Share of this rank; from now on, it is the rest of this rank's epoch.
-            steps: Largest number of batches that any rank has in the epoch. Validation intervals that are fractions of
-                an epoch are computed from this number. None: they are computed from ``share``.
-        """
+    def go_on_with(self, share: DataShard) -> None:
+        """Make Lightning's loop train on a share of this rank, from now on the rest of its epoch, until the end."""
         fit = self.trainer.fit_loop
         fetcher = fit._data_fetcher
         undo = self._until_end
-        self.end_at(share.end)
+        self._end_at(share.end)
         interval = validation_interval(self.trainer)
         is_sized = not math.isinf(share.end)
         # The interval is a part of an epoch. A rank that joins within one leaves validations on the way to the others.
         if is_sized and isinstance(interval, float):
-            at_end = interval == 1.0 if steps is not None else share.first == 0
-            every = share.end if at_end else max(1, int((steps or share.end) * interval))
+            every = share.end if share.first == 0 else max(1, int(share.end * interval))
             undo.append(set_for_now(self.trainer, "val_check_batch", every))
         for loader, (told, _) in zip(fit._combined_loader.flattened, share.loaders, strict=True):
             if (source := follower(loader)) is None:
@@ -276,7 +269,7 @@ class EpochAssignment:
         fetcher.done = False
         fit.epoch_loop.batch_progress.is_last_batch = False
 
-    def end_at(self, end: float) -> None:
+    def _end_at(self, end: float) -> None:
         """Make the epoch end after ``end`` batches, also in progress bars; infinite if the end is unknown."""
         total = None if math.isinf(end) else end
         for bar in callbacks_of(self.trainer, "TQDMProgressBar"):

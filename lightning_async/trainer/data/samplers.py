@@ -582,7 +582,7 @@ def _divided(
         return {"ended": False, "dataset": None}
     told = positions[0]["share"]
     left = rest(positions)
-    # Batch sizes may be unequal, by `BalancedBatchSizes`; the mean keeps the number of steps.
+    # The ranks' loaders may have unequal batch sizes; the mean keeps the number of steps.
     sizes = [position["share"]["batch_size"] for position in positions]
     size = -(-sum(sizes) // len(sizes))
     full = told.get("full_batches", False)

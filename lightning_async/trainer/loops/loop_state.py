@@ -56,7 +56,7 @@ def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
 
 def without_own(clocks: Mapping[str, Any]) -> dict[str, Any]:
     """Return another rank's averaging state (``clocks``) without the entries that only that rank's replica may use."""
-    return {**clocks, "rule_state": {}, "local": None, "gathered": None, "losses": (0.0, 0)}
+    return {**clocks, "rule_state": {}, "gathered": None, "losses": (0.0, 0)}
 
 
 def has_none(state: Mapping[str, Any] | None) -> bool:
