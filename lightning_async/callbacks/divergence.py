@@ -383,7 +383,8 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         self._clean_everywhere = 0
         self._escalation.note(remedy)
         averager = view_of(trainer.strategy).averager
-        if remedy is Remedy.SYNC_MORE and averager is not None and self._dense is None:
+        # Servers have no schedule of rounds.
+        if remedy is Remedy.SYNC_MORE and hasattr(averager, "schedule") and self._dense is None:
             self._dense = sync_more(averager)
         # Schedulers are cut, too, because they would restore the old rates.
         elif remedy is Remedy.CUT_LR:
