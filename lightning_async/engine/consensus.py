@@ -76,9 +76,7 @@ class Consensus(EngineComponent):
     def compose(self) -> ConsensusPart:
         return self.blank._replace(unreported=self._ledger.weights(), fresh=self._ledger.fresh)
 
-    def complete(self, part: ConsensusPart, message: object, compare: bool) -> ConsensusPart:
-        if not compare:
-            return part
+    def compare(self, part: ConsensusPart) -> ConsensusPart:
         digest, digest_rest = self._replica.digests()
         healthy, sound = self._replica.judge()
         return part._replace(digest=digest, digest_rest=digest_rest, healthy=healthy, sound=sound)

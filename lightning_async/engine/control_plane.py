@@ -334,7 +334,10 @@ class EngineLoop:
             box.composed = self.seq
         buckets.to_engine.take()
         compare = self._compare and header.sync_point is not SyncPointKind.NONE
-        parts = [component.complete(d, message, compare) for component, d in zip(self._components, drafts, strict=True)]
+        parts = [
+            self._completed(component, draft, message, compare)
+            for component, draft in zip(self._components, drafts, strict=True)
+        ]
         self._to(Stage.HEADER)
         # A rank that waits in a header with a message rings after a while: then the engines of ranks whose training
         # threads are silent answer for them.
@@ -360,6 +363,11 @@ class EngineLoop:
             if plan is not None and plan.kind is None:
                 self._components[decision.component].drop()
             buckets.release()
+
+    def _completed(self, component: EngineComponent, part: Any, message: Message | None, compare: bool) -> Any:
+        if message is not None and message.priority == component.priority:
+            part = component.announce(part, message)
+        return component.compare(part) if compare else part
 
     def _header(self, message: Message | None) -> Header:
         box = self._box

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from lightning_async.engine.buckets import Message, RoundType
+from lightning_async.engine.buckets import RoundType
 from lightning_async.engine.shared_state import Header, Mark, SyncPointKind, Vote
 from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
 
@@ -43,6 +43,8 @@ class EngineComponent:
 
     blank: Any = ()
     """The component's part of a header when it has nothing to say: a NamedTuple of numbers."""
+    priority = 0
+    """The priority of the component's messages; 0 if it has none. A component is asked about its own messages only."""
 
     def is_indispensable(self) -> bool:
         """Return whether other ranks must wait for this rank's message, however late it is.
@@ -58,14 +60,12 @@ class EngineComponent:
         """
         return self.blank
 
-    def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
-        """Return ``part``, the component's part of the header, completed with what ``message`` says.
+    def announce(self, part: Any, message: Any) -> Any:
+        """Return ``part``, the result of `compose`, with what ``message`` says, which the header announces."""
+        return part
 
-        Args:
-            part: Result of `compose`.
-            message: The message that the header announces; None if there is none.
-            compare: Whether all ranks wait at one sync point; then the part also has fingerprints of the model.
-        """
+    def compare(self, part: Any) -> Any:
+        """Return ``part`` with digests of the model, as all ranks wait at one sync point."""
         return part
 
     def is_due(self, parts: Sequence[Any]) -> bool:
@@ -75,12 +75,9 @@ class EngineComponent:
         """
         return False
 
-    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan | None:
-        """Plan the round of this priority, for which all ranks are ready.
-
-        Return None if the round belongs to another component.
-        """
-        return None
+    def plan(self, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan:
+        """Plan the round of this component's priority, for which all ranks are ready."""
+        raise NotImplementedError(f"{type(self).__name__} has no rounds between sync points.")
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
         """Return whether the sync point at which all ranks wait may open, so that they continue.
@@ -134,11 +131,12 @@ def decide(
         LayoutMismatch: Ranks at a sync point, or in a round, hold different parameters.
         CollectiveError: A rank has missed more than one exchange.
     """
-    due = any(component.is_due(own) for component, own in zip(components, parts, strict=True))
+    all_stand = all(header.sync_point is not SyncPointKind.NONE for header in headers)
+    due = all_stand and any(component.is_due(own) for component, own in zip(components, parts, strict=True))
     common = survey(headers, busy=due)
     if common.catch_up is not None or common.late:
         return RoundDecision(common)
-    if not due and all(h.sync_point is not SyncPointKind.NONE for h in headers):
+    if all_stand and not due:
         if common.place is SyncPointKind.NONE:
             return RoundDecision(common)
         settled = [component.settle(headers, own) for component, own in zip(components, parts, strict=True)]
@@ -148,8 +146,8 @@ def decide(
         return RoundDecision(common, opens=all(ok for ok, _ in settled))
     priority = ready_for(headers)
     for number, (component, own) in enumerate(zip(components, parts, strict=True)):
-        plan = component.plan(priority, headers, own) if priority else None
-        if plan is not None:
+        if priority and component.priority == priority:
+            plan = component.plan(headers, own)
             if plan.kind is not None:
                 _check_layouts(headers)
             return RoundDecision(common, plan, number)

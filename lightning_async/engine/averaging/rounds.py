@@ -102,6 +102,8 @@ class AveragingComponent(EngineComponent):
     Its methods run on the engine's thread. The training thread may call `drop_left_over`, too.
     """
 
+    priority = ROUND
+
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         self._control = control
         self._agreed = agreed
@@ -118,9 +120,7 @@ class AveragingComponent(EngineComponent):
     def compose(self) -> AveragingPart:
         return self.blank._replace(fresh=self._ledger.fresh)
 
-    def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
-        if not isinstance(message, LocalMessage):
-            return part
+    def announce(self, part: AveragingPart, message: LocalMessage) -> AveragingPart:
         if not message.announced and not part.fresh:
             self._announce(message)
         return part._replace(
@@ -149,14 +149,12 @@ class AveragingComponent(EngineComponent):
     def is_due(self, parts: Sequence[AveragingPart]) -> bool:
         return any(p.due for p in parts)
 
-    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> AveragingPlan | None:
-        """Plan the round of this ``priority``; return None if it is not the priority of averaging rounds.
+    def plan(self, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> AveragingPlan:
+        """Plan the round that averages the messages that are finite.
 
-        The round averages the messages that are finite. If some rank took synchronous steps since the rule's state was
-        initialised, an `AnchorRound` comes first. If no message holds work or steps, the plan has no round type.
+        If some rank took synchronous steps since the rule's state was initialised, an `AnchorRound` comes first. If no
+        message holds work or steps, the plan has no round type.
         """
-        if priority != ROUND:
-            return None
         able = able_to_share(headers, parts)
         present = [rank for rank, ok in enumerate(able) if ok and headers[rank].ready == ROUND]
         work = [parts[rank].work if rank in present else 0.0 for rank in range(len(parts))]

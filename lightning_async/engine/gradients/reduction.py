@@ -108,6 +108,7 @@ class SynchronousGradients(EngineComponent):
     """
 
     blank = GradientPart()
+    priority = GRADIENTS
 
     def __init__(
         self,
@@ -358,9 +359,7 @@ class SynchronousGradients(EngineComponent):
             self._taken = False
             self._box.changed.notify_all()
 
-    def complete(self, part: GradientPart, message: Message | None, compare: bool) -> GradientPart:
-        if not isinstance(message, GradientMessage):
-            return part
+    def announce(self, part: GradientPart, message: GradientMessage) -> GradientPart:
         out = int(message.out is not None)
         weight = self._weigh(message.samples)
         used = overlap.mask_of(message.used)
@@ -371,9 +370,7 @@ class SynchronousGradients(EngineComponent):
     def is_due(self, parts: Sequence[GradientPart]) -> bool:
         return any(p.there for p in parts)
 
-    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[GradientPart]) -> ComponentPlan | None:
-        if priority != GRADIENTS:
-            return None
+    def plan(self, headers: Sequence[Header], parts: Sequence[GradientPart]) -> ComponentPlan:
         total = sum(p.weight for p in parts)
         if total <= 0.0:
             return ComponentPlan(None)
