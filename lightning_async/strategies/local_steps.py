@@ -160,7 +160,6 @@ class LocalSteps(StepRunner):
             self._reduced = True
 
     def _is_synchronous(self) -> bool:
-        """Return whether the current batch's step uses the mean of all replicas' gradients."""
         return self._batch_step is Action.GRADIENTS
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -407,7 +407,6 @@ class PushSteps(StepRunner, SyncPointParticipant):
             self._push(dict.fromkeys(self._tables_of(optimizer)), 0.0)
 
     def skip_batch(self) -> None:
-        """Leave the current batch uncounted, because `training_step` returned None in automatic optimization."""
         self._batches.see()
         self._samples.skip()
 

@@ -380,7 +380,7 @@ class BackgroundAverager(SyncPointParticipant):
         Args:
             saved: State that is equal on all replicas, from `state_dict`.
             clocks: This replica's own state, from the method `clocks`: its steps, its work, and the fields of the
-                rule's state that differ between replicas. Fields that are missing keep their initial values.
+                rule's state that differ between replicas. Such fields that are missing keep their initial values.
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box
@@ -388,7 +388,7 @@ class BackgroundAverager(SyncPointParticipant):
         self.epoch = int(clocks["epoch"])
         self._resumed = True
         self.ledger.load_state_dict(clocks)
-        self._loss_sum, self._num_losses = clocks.get("losses", (0.0, 0))
+        self._loss_sum, self._num_losses = clocks["losses"]
         self.summary.load_state_dict(clocks["summary"])
         box.steps_then = box.steps = float(self.step)
         box.mean_steps = float(clocks.get("mean_steps", self.step))

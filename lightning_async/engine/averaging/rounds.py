@@ -712,15 +712,14 @@ class CheckpointMarkers:
                     value.copy_(tensors[name])
             if buckets.replica.reference.shape == replica["reference"].shape:  # buffers may be kept now, or not
                 buckets.replica.reference.copy_(replica["reference"])
-            remainders = replica.get("remainders", {})
+            remainders = replica["remainders"]
             for name in buckets.replica.remainders.keys() & remainders.keys():
                 buckets.replica.remainders[name].copy_(remainders[name])
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:
-            if "residuals" in replica:  # older checkpoints lack them
-                self._average.load_residuals(replica["residuals"])
-            self._ledger.load_work(replica["work"], replica.get("reported"))
+            self._average.load_residuals(replica["residuals"])
+            self._ledger.load_work(replica["work"], replica["reported"])
             buckets.at_target = replica["at_target"]
 
     @property

@@ -258,14 +258,12 @@ class WorkLedger:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.synchronous = bool(saved["synchronous"])
         self.fresh = bool(saved["fresh"])
-        self.missed = int(saved.get("missed", 0))
-        since = saved.get("steps_since_round", 0.0)
-        since = since if isinstance(since, list) else [float(since)]  # one number in checkpoints from before fragments
+        self.missed = int(saved["missed"])
+        since = saved["steps_since_round"]
         self.since_round = self._of_cut(since)
-        self.before_s = float(saved.get("seconds_since_round", 0.0))
-        trends = saved.get("trends", {})  # missing in older checkpoints
-        self.spread = self._trend_of(trends.get("spread", ()), len(since))
-        self.loss_variance = self._trend_of(trends.get("loss_variance", ()), len(since))
+        self.before_s = float(saved["seconds_since_round"])
+        self.spread = self._trend_of(saved["trends"]["spread"], len(since))
+        self.loss_variance = self._trend_of(saved["trends"]["loss_variance"], len(since))
 
     def work_dict(self) -> list[list[float]]:
         return [[work.samples, work.steps] for work in self.work]
@@ -273,14 +271,9 @@ class WorkLedger:
     def reported_dict(self) -> list[list[float]]:
         return [[work.samples, work.steps] for work in self.reported]
 
-    def load_work(self, work: Sequence[Any], reported: Sequence[Any] | None = None) -> None:
-        self.work = self._loaded(work)
-        if reported is not None:  # older checkpoints lack it
-            self.reported = self._loaded(reported)
-
-    def _loaded(self, saved: Sequence[Any]) -> list[Work]:
-        pairs = saved if isinstance(saved[0], (list, tuple)) else [saved]  # one pair in older checkpoints
-        return [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
+    def load_work(self, work: Sequence[Any], reported: Sequence[Any]) -> None:
+        self.work = [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in work])]
+        self.reported = [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in reported])]
 
     def _trend_of(self, saved: Sequence[Any], num_fragments: int) -> Trend:
         """Return the trend that a checkpoint has ``saved``.
@@ -440,14 +433,14 @@ class RuleState:
         another rule has saved its state.
         """
         self._shared_state.next_exchange = int(saved["round"])
-        self.num_rounds = int(saved.get("num_rounds", 0))
+        self.num_rounds = int(saved["num_rounds"])
         if saved["rule"] != self.name and not (saved["rule_state"] or own):
             return  # the other rule had no state, so this rule's begins here
         if saved["rule"] != self.name:
             raise ValueError(
                 f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
-        fitted = self._fitted({**saved["rule_state"], **own}, saved.get("parameters"))
+        fitted = self._fitted({**saved["rule_state"], **own}, saved["parameters"])
         whole = {**self.rule_state_dict(own=True), **fitted}
         for fragment, state in enumerate(self._states):
             part = {name: self._part(name, value, fragment) for name, value in whole.items()}
@@ -469,14 +462,14 @@ class RuleState:
             )
         return parts[fragment]
 
-    def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
+    def _fitted(self, state: dict[str, Any], places: Sequence[Any]) -> dict[str, Any]:
         """Return a saved state, rearranged for the present layout of the parameters.
 
         Parameters that the saved state lacks keep their present values. ``places`` holds the name and the size of each
-        saved parameter, in the sequence of the saved layout; None if the saved layout is the present one.
+        saved parameter, in the sequence of the saved layout.
         """
         layout = self._replica.layout
-        if places is None or [name for name, _ in places] == list(layout.names):
+        if [name for name, _ in places] == list(layout.names):
             return state
         sizes = [size for _, size in places]
         now = {**self.rule_state_dict(own=False), **self.rule_state_dict(own=True)}
