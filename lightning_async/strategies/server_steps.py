@@ -318,7 +318,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     def _state(self) -> dict[str, Any] | None:
         self._requests.wait()
-        return self.tables.state(first=self._strategy.global_rank == 0)
+        return self.tables.state()
 
     def start_batch(self, batch: Any) -> None:
         self.finish_batch()
