@@ -275,9 +275,6 @@ class HeldState(defaultdict[Any, Any]):
     """The state of an optimizer that servers hold, as it was fetched last. Users' changes of it raise an error.
 
     During training, it replaces the attribute ``state`` of the optimizer.
-
-    Args:
-        optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -23,11 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class SavedState:
-    """A holder of the state of averaging that this run has loaded from a checkpoint, or that the last fit ended with.
-
-    Args:
-        key: Key of the state in a checkpoint.
-    """
+    """The state of averaging that this run has loaded from a checkpoint, or with which the last fit has ended."""
 
     def __init__(self, key: str) -> None:
         self._key = key

@@ -29,13 +29,7 @@ if TYPE_CHECKING:
 
 
 class LocalSteps(StepRunner):
-    """The step runner of averaging: the averager decides whether each step is local or synchronous, and counts it.
-
-    Args:
-        strategy: Strategy of this rank.
-        averager: Averager of the session.
-        gradients: The component that averages gradients of synchronous steps.
-    """
+    """The step runner of averaging: the averager decides whether each step is local or synchronous, and counts it."""
 
     def __init__(
         self,

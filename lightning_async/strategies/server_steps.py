@@ -164,10 +164,6 @@ class Requests:
 
     While a worker waits for an answer, it checks for failures as it does at sync points. So the wait raises an error if
     another worker is lost, or if a sync point fails.
-
-    Args:
-        averager: Averager of the session.
-        totals: Totals of the requests.
     """
 
     def __init__(self, averager: BackgroundAverager, totals: PushTotals) -> None:
