@@ -176,7 +176,6 @@ class DiLoCo(DiLoCoBase):
         return {"anchor": state.anchor, "optimizer": state.optimizer.state_dict()}
 
     def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
-        """Overwrite ``state`` in place with ``saved``; raise ValueError where ``saved`` does not fit."""
         if ("optimizer" in saved) != (state.optimizer is not None):
             which = "has" if "optimizer" in saved else "lacks"
             raise ValueError(f"The saved state of `DiLoCo` {which} a torch optimizer, unlike this `outer_optimizer`.")

@@ -330,8 +330,8 @@ class Sizes:
         self._age = state["age"]
         self._base = state["base"]
         self._ranks = state["ranks"]
-        self._wanted = state.get("wanted", state["size"])
-        self.arrived = state.get("arrived", 0.0)
+        self._wanted = state["wanted"]
+        self.arrived = state["arrived"]
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
     def tell(self) -> None:

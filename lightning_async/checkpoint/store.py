@@ -23,8 +23,8 @@ from typing import Any
 from lightning_async.checkpoint.storage import FileRecord, Files, files_at, seal, unseal
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
-FORMAT = 2
-"""Newest format of manifests that this version reads. A checkpoint without pickles is written in format 1."""
+FORMAT = 1
+"""Newest format of manifests that this version reads."""
 MANIFEST = "manifest.json"
 GOOD = "good.json"
 _LONGEST = 4000  # characters of an error that are kept
@@ -420,10 +420,7 @@ class RankManifest:
 
 
 def _sealed(manifest: Manifest | RankManifest) -> bytes:
-    fields = dataclasses.asdict(manifest)
-    if not fields.pop("pickles"):
-        return seal({"format": 1, **fields})
-    return seal({"format": FORMAT, **fields, "pickles": True})
+    return seal({"format": FORMAT, **dataclasses.asdict(manifest)})
 
 
 def _known(kind: type[Manifest | RankManifest], data: bytes, path: str) -> dict[str, Any]:
@@ -437,8 +434,6 @@ def _known(kind: type[Manifest | RankManifest], data: bytes, path: str) -> dict[
     """
     value = unseal(data, path)
     names = {each.name for each in dataclasses.fields(kind)}
-    if isinstance(value, dict):
-        value = {"pickles": False, **value}
     if not isinstance(value, dict) or not names | {"format"} <= value.keys() or not _is_number(value["format"]):
         raise DamagedCheckpoint(f"{path} does not hold what a manifest must.")
     if value["format"] > FORMAT:

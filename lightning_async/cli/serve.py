@@ -110,10 +110,6 @@ def _is_unspecified(host: str) -> bool:
 def _secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
     """Return the job's secret, from the file or, without a file, from the environment.
 
-    Args:
-        file: File with the secret, or None.
-        environment: Environment variables.
-
     Raises:
         ValueError: There is no secret, it is too short, or other users can read the file.
         OSError: The file cannot be read.

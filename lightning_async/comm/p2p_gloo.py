@@ -193,11 +193,7 @@ class PairChannel:
 
 
 class OrphanedWait:
-    """A helper thread that waits in torch for a message that may stay incomplete, so that the caller can give up.
-
-    Args:
-        group: Group of the channel.
-    """
+    """A helper thread that waits in torch for a message that may stay incomplete, so that the caller can give up."""
 
     def __init__(self, group: TorchGroup) -> None:
         self._group = group

@@ -67,7 +67,6 @@ class TorchGroup:
 
     @property
     def connected(self) -> bool:
-        """Whether all connections are open."""
         return all(is_open(fd, inode) for fd, inode in self._sockets.items())
 
     def watch(

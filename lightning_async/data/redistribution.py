@@ -125,7 +125,6 @@ def length_of(loader: Any) -> int | None:
 
 
 def size_of(loader: Any) -> int | None:
-    """Return the batch size of a loader; None if it is unknown."""
     return getattr(loader.batch_sampler, "batch_size", loader.batch_size)
 
 

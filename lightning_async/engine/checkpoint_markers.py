@@ -103,7 +103,7 @@ class ModelState:
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Load ``saved``, a result of `state_dict`, and ``own``, a result of ``rule_state_dict(own=True)``."""
         self._shared_state.next_exchange = int(saved["round"])
-        self.num_rounds = int(saved.get("num_rounds", 0))
+        self.num_rounds = int(saved["num_rounds"])
 
     def _by_name(self, own: bool) -> dict[str, list[Any]]:
         """Return fields of the state by name, each as a list of the field's values by fragment.
@@ -209,7 +209,7 @@ class CheckpointMarkers:
                     value.copy_(tensors[name])
             if buckets.replica.reference.shape == replica["reference"].shape:  # buffers may be kept now, or not
                 buckets.replica.reference.copy_(replica["reference"])
-            remainders = replica.get("remainders", {})
+            remainders = replica["remainders"]
             for name in buckets.replica.remainders.keys() & remainders.keys():
                 buckets.replica.remainders[name].copy_(remainders[name])
             if replica["at_target"]:
@@ -217,7 +217,7 @@ class CheckpointMarkers:
         with self._box.changed:
             if self._residuals is not None and replica["residuals"] is not None:
                 self._residuals.load_residuals(replica["residuals"])
-            self._ledger.load_work(replica["work"], replica.get("reported"))
+            self._ledger.load_work(replica["work"], replica["reported"])
             buckets.at_target = replica["at_target"]
 
     @property

@@ -362,7 +362,6 @@ def _like(blank: tuple[Any, ...], row: Sequence[float]) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _casts(blank: tuple[Any, ...]) -> list[Any]:
-    """Return the types of the numbers in a part of a header; None for a float."""
     return [None if isinstance(x, float) else type(x) for x in _flat(blank)]
 
 

@@ -218,7 +218,7 @@ class ReplicaEngine(SyncPointParticipant):
         Args:
             saved: State that is equal on all replicas, from `state_dict`.
             clocks: This replica's own state, from the method `clocks`: its steps, its work, and the fields of the
-                state that differ between replicas. Fields that are missing keep their initial values.
+                state that differ between replicas. Such fields that are missing keep their initial values.
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box

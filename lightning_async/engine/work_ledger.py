@@ -138,11 +138,9 @@ class WorkLedger:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.synchronous = bool(saved["synchronous"])
         self.fresh = bool(saved["fresh"])
-        self.missed = int(saved.get("missed", 0))
-        since = saved.get("steps_since_round", 0.0)
-        since = since if isinstance(since, list) else [float(since)]  # one number in checkpoints from before fragments
-        self.since_round = self._of_cut(since)
-        self.before_s = float(saved.get("seconds_since_round", 0.0))
+        self.missed = int(saved["missed"])
+        self.since_round = self._of_cut(saved["steps_since_round"])
+        self.before_s = float(saved["seconds_since_round"])
 
     def work_dict(self) -> list[list[float]]:
         return [[work.samples, work.steps] for work in self.work]
@@ -150,14 +148,9 @@ class WorkLedger:
     def reported_dict(self) -> list[list[float]]:
         return [[work.samples, work.steps] for work in self.reported]
 
-    def load_work(self, work: Sequence[Any], reported: Sequence[Any] | None = None) -> None:
-        self.work = self._loaded(work)
-        if reported is not None:  # older checkpoints lack it
-            self.reported = self._loaded(reported)
-
-    def _loaded(self, saved: Sequence[Any]) -> list[Work]:
-        pairs = saved if isinstance(saved[0], (list, tuple)) else [saved]  # one pair in older checkpoints
-        return [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
+    def load_work(self, work: Sequence[Any], reported: Sequence[Any]) -> None:
+        self.work = [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in work])]
+        self.reported = [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in reported])]
 
     def _of_cut(self, counts: list[T]) -> list[T]:
         """Return saved ``counts`` by fragment, for the present number of fragments.

@@ -43,12 +43,6 @@ HUNG = 70  # the exit code of `HangWatchdog`
 class Process:
     """A running process of a rank.
 
-    Args:
-        command: Command line.
-        environment: Environment variables.
-        stdout: Descriptor for its stdout.
-        stderr: Descriptor for its stderr.
-
     Raises:
         OSError: The system does not let it start.
     """

@@ -76,7 +76,6 @@ class LaunchStore:
         self._tell({"what": "started", "pid": process.pid}, [process.pidfd])
 
     def ended(self, process: Process) -> None:
-        """Tell the store's process that a rank has ended."""
         self._tell({"what": "ended", "pid": process.pid}, [])
 
     def died(self) -> str:

@@ -64,7 +64,6 @@ class Supervisor:
             self._loop.close()
 
     def started(self, rank: int, pid: int) -> None:
-        """Note that a rank was started."""
         self._living[rank] = pid, time.monotonic()
 
     def told(self, rank: int, number: int, members: tuple[str, ...]) -> None:

@@ -77,7 +77,6 @@ class WorkerRules:
         return NoCorrection() if self.mode == "sync" else make_policy(self.staleness, optimizer, arguments)
 
     def plain(self) -> dict[str, Any]:
-        """Return the rules as a dict of JSON values."""
         return {**vars(self), "staleness": stated_staleness(self.staleness)}
 
 

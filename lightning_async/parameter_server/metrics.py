@@ -67,7 +67,6 @@ class PushTotals:
         self.version = self.earlier + version
 
     def moved(self, sent: int, pulled: int) -> None:
-        """Count the bytes of a push and a pull."""
         self.sent_bytes += sent
         self.pulled_bytes += pulled
 

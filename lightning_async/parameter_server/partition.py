@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 from torch import Tensor
 
@@ -152,21 +151,8 @@ class ServerPartition:
 
     def fingerprint(self) -> str:
         """Return a text that is equal for all workers with the same plan."""
-        return hashlib.sha256(json.dumps(self.plain()).encode()).hexdigest()[:16]
-
-    def plain(self) -> dict[str, Any]:
-        """Return the plan as a dict of JSON values, as checkpoints store it."""
-        return {
-            "names": list(self.names),
-            "shapes": [list(shape) for shape in self.shapes],
-            "num_servers": self.num_servers,
-            "bigarray_bound": self.bigarray_bound,
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> ServerPartition:
-        shapes = tuple(tuple(shape) for shape in plain["shapes"])
-        return cls(tuple(plain["names"]), shapes, plain["num_servers"], plain["bigarray_bound"])
+        names = ("names", "shapes", "num_servers", "bigarray_bound")
+        return hashlib.sha256(json.dumps({name: getattr(self, name) for name in names}).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         lines = [f"{len(self.names)} keys on {self.num_servers} server(s)"]

@@ -160,21 +160,10 @@ class ParameterGroups:
         self._asked = ()
         return [lags for worker in self.workers for lags in worker.client.lags()]
 
-    def state(self, first: bool) -> dict[str, Any] | None:
-        """Return the state for a checkpoint, or None if there is none.
-
-        Args:
-            first: Whether this is the first worker. Its state also says how the tables are divided among servers.
-
-        Returns:
-            The residual of compression under ``carried_residual``, and the divisions of the tables under ``plans``.
-        """
-        state: dict[str, Any] = {}
-        if residual := {name: each for worker in self.workers for name, each in worker.carried_residual().items()}:
-            state["carried_residual"] = residual
-        if first:
-            state["plans"] = [worker.plan.plain() for worker in self.workers]
-        return state or None
+    def state(self) -> dict[str, Any] | None:
+        """Return the state for a checkpoint: the residual of compression. Return None if there is none."""
+        residual = {name: each for worker in self.workers for name, each in worker.carried_residual().items()}
+        return {"carried_residual": residual} if residual else None
 
     def load_residual(self, saved: Mapping[str, Any]) -> None:
         for worker in self.workers:
@@ -286,9 +275,6 @@ class HeldState(defaultdict[Any, Any]):
     """The state of an optimizer that servers hold, as it was fetched last. Users' changes of it raise an error.
 
     During training, it replaces the attribute ``state`` of the optimizer.
-
-    Args:
-        optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -23,11 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class SavedState:
-    """A holder of the state of averaging that this run has loaded from a checkpoint, or that the last fit ended with.
-
-    Args:
-        key: Key of the state in a checkpoint.
-    """
+    """The state of averaging that this run has loaded from a checkpoint, or with which the last fit has ended."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -185,8 +181,8 @@ class SavedState:
                 self._warn_of_rule(saved, averager.agreed)
             self._replica = saved.get("replica")
             # Only the clocks of rank 0 hold it, see `clocks_of`.
-            self._alike = replicas[0].get("alike")
-            self._gathered = own.get("gathered") or self._gathered
+            self._alike = replicas[0]["alike"]
+            self._gathered = own["gathered"] or self._gathered
 
     def _warn_of_rule(self, saved: dict[str, Any], agreed: ModelState) -> None:
         """Warn if the averager's rule needs a state, and the checkpoint was saved with another rule and lacks it."""
@@ -202,7 +198,7 @@ class SavedState:
         This run cannot use the gradients, because the checkpoint was saved with another number of ranks, or because
         this rank trains alone.
         """
-        windows = [(each.get("gathered") or {}).get("window") for each in saved["replicas"]]
+        windows = [(each["gathered"] or {}).get("window") for each in saved["replicas"]]
         samples = [float(window["samples"]) for window in windows if window is not None]
         if not self._is_read or not any(samples):
             return

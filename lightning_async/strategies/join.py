@@ -162,11 +162,7 @@ def release(connection: Connection, why: str) -> None:
 
 
 class JoinCoordinator(CollectiveCallback):
-    """The object on each live rank that admits joining ranks at sync points.
-
-    Args:
-        strategy: Strategy of this rank.
-    """
+    """The object on each live rank that admits joining ranks at sync points."""
 
     def __init__(self, strategy: AsyncStrategy) -> None:
         self._strategy = strategy

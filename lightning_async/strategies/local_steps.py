@@ -29,13 +29,7 @@ if TYPE_CHECKING:
 
 
 class LocalSteps(StepRunner):
-    """The step runner of averaging: the averager decides whether each step is local or synchronous, and counts it.
-
-    Args:
-        strategy: Strategy of this rank.
-        averager: Averager of the session.
-        gradients: The component that averages gradients of synchronous steps.
-    """
+    """The step runner of averaging: the averager decides whether each step is local or synchronous, and counts it."""
 
     def __init__(
         self,
@@ -160,7 +154,6 @@ class LocalSteps(StepRunner):
             self._reduced = True
 
     def _is_synchronous(self) -> bool:
-        """Return whether the current batch's step uses the mean of all replicas' gradients."""
         return self._batch_step is Action.GRADIENTS
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:

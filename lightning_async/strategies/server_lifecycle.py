@@ -132,11 +132,6 @@ class StartQuorum:
     def first_workers(self, store: JoinBoard, rank: int, world_size: int) -> list[int]:
         """Wait until worker 0 has decided which workers begin, and return their numbers; all workers call this.
 
-        Args:
-            store: Store of the job.
-            rank: Number of this worker.
-            world_size: Number of workers.
-
         Raises:
             CollectiveTimeout: too few workers have started within 30 minutes.
             AsyncTrainingError: the process that started this rank has died, or the ranks have different settings, for

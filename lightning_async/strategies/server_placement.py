@@ -55,11 +55,7 @@ _ANSWERS = timedelta(minutes=30)  # as long as ranks wait for each other to star
 
 
 class ServerRoles(Roles):
-    """The roles of ranks with parameter servers: workers first and, with dedicated servers, servers last.
-
-    Args:
-        service: Settings of the servers.
-    """
+    """The roles of ranks with parameter servers: workers first and, with dedicated servers, servers last."""
 
     def __init__(self, service: ServiceSettings) -> None:
         self._service = service

@@ -163,10 +163,6 @@ class Requests:
 
     While a worker waits for an answer, it checks for failures as it does at sync points. So the wait raises an error if
     another worker is lost, or if a sync point fails.
-
-    Args:
-        averager: Averager of the session.
-        totals: Totals of the requests.
     """
 
     def __init__(self, averager: ReplicaEngine, totals: PushTotals) -> None:
@@ -317,7 +313,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     def _state(self) -> dict[str, Any] | None:
         self._requests.wait()
-        return self.tables.state(first=self._strategy.global_rank == 0)
+        return self.tables.state()
 
     def start_batch(self, batch: Any) -> None:
         self.finish_batch()
@@ -406,7 +402,6 @@ class PushSteps(StepRunner, SyncPointParticipant):
             self._push(dict.fromkeys(self._tables_of(optimizer)), 0.0)
 
     def skip_batch(self) -> None:
-        """Leave the current batch uncounted, because `training_step` returned None in automatic optimization."""
         self._batches.see()
         self._samples.skip()
 

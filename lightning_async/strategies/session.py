@@ -49,10 +49,6 @@ class FitSessions:
     """The sessions of one fit, one at a time.
 
     A rank that trains alone has no connection, and so no sessions.
-
-    Args:
-        strategy: Strategy of this rank.
-        trainer: Trainer of the fit.
     """
 
     def __init__(self, strategy: AsyncStrategy, trainer: Any) -> None:
@@ -191,12 +187,7 @@ class FitSessions:
 
 
 class UserCollectives(DefaultGroupWatch, SyncPointParticipant):
-    """The collectives of torch's default group in one session: they hear of lost ranks, and of ranks that wait.
-
-    Args:
-        strategy: Strategy of this rank.
-        session: The session.
-    """
+    """The collectives of torch's default group in one session: they hear of lost ranks, and of ranks that wait."""
 
     def __init__(self, strategy: AsyncStrategy, session: Session) -> None:
         self._strategy = strategy

@@ -511,10 +511,6 @@ class WindowSchedule:
     """The current length of one replica's windows, and the number of windows by which steps are late.
 
     Callbacks may change both at any time.
-
-    Args:
-        strategy: Strategy of this rank.
-        averager: Averager of the session.
     """
 
     def __init__(self, strategy: AsyncGradientStrategy, averager: ReplicaEngine) -> None:

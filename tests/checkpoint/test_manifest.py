@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_async.checkpoint import store as module
 from lightning_async.checkpoint.storage import FileRecord, seal, unseal
 from lightning_async.checkpoint.store import Manifest, RankManifest
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
@@ -115,19 +113,10 @@ def test_what_a_later_version_adds_is_passed_over():
     assert Manifest.from_bytes(seal({**value, "added": 1})) == WHOLE
 
 
-def test_pickles_are_said_by_a_format_that_older_versions_refuse():
-    for plain in (WHOLE, RANK):
-        value = unseal(plain.to_bytes(), "path")
-        assert (value["format"], "pickles" in value) == (1, False)
-        marked = replace(plain, pickles=True)
-        assert unseal(marked.to_bytes(), "path")["format"] == module.FORMAT == 2
-        assert type(plain).from_bytes(marked.to_bytes()) == marked
-
-
 def test_a_newer_format_is_not_taken_for_damage():
     data = seal({**unseal(WHOLE.to_bytes(), "path"), "format": 3})
     with pytest.raises(
-        CheckpointError, match=r"manifest.json is of format 3, this version reads up to 2: update"
+        CheckpointError, match=r"manifest.json is of format 3, this version reads up to 1: update"
     ) as raised:
         Manifest.from_bytes(data)
     assert not isinstance(raised.value, DamagedCheckpoint)

@@ -454,19 +454,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_fragments(after: int) -> No
     assert averager.ledger.since_round == ([1.0, 5.0, 3.0] if after == 3 else [5.0] * after)
 
 
-def test_a_checkpoint_of_before_there_were_fragments_goes_on() -> None:
-    saved, clocks, _ = saved_with(1, DiLoCo())
-    assert clocks["steps_since_round"] == [3.0]
-    del saved["num_rounds"]
-    clocks["steps_since_round"] = 3.0
-    averager = alone(2, DiLoCo())
-    averager.load_state_dict(saved, clocks)
-    averager.ledger.load_work([6.0, 3.0])
-    assert averager.ledger.since_round == [3.0, 3.0]
-    assert averager.ledger.work_dict() == [[6.0, 3.0], [6.0, 3.0]]
-    assert torch.equal(averager.state_dict()["rule_state"]["momentum"], saved["rule_state"]["momentum"])
-
-
 def test_what_belongs_to_whole_fragments_goes_on_with_the_same_ones_only() -> None:
     rule = DiLoCo(outer_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9))
     saved, clocks, _ = saved_with(3, rule)

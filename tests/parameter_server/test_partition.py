@@ -65,10 +65,8 @@ def test_large_keys_are_split_evenly_and_others_not_at_all(two: tuple[ServerPart
 
 
 @given(plans())
-def test_a_plan_is_what_it_says_of_itself(two: tuple[ServerPartition, ServerPartition]):
+def test_only_equal_plans_have_equal_fingerprints(two: tuple[ServerPartition, ServerPartition]):
     plan, other = two
-    again = ServerPartition.from_plain(plan.plain())
-    assert again == plan and again.pieces == plan.pieces and again.fingerprint() == plan.fingerprint()
     assert (plan.fingerprint() == other.fingerprint()) == (plan == other)
 
 
@@ -94,14 +92,10 @@ def test_what_it_refuses(arguments: tuple, error: type[Exception], match: str):
         ServerPartition(*arguments)
 
 
-def test_what_is_printed_of_it_and_what_a_checkpoint_keeps():
+def test_what_is_printed_of_it():
     plan = ServerPartition(("weight", "bias", "scale"), ((1024, 1025), (1024,), (3,)), 2, 1_000_000)
     assert str(plan).splitlines() == [
         "3 keys on 2 server(s)",
         "server 0: 2.0 MiB, 2 keys, 1 of them in part",
         "server 1: 2.0 MiB, 2 keys, 1 of them in part",
     ]
-    assert (
-        plan == ServerPartition.from_plain(plan.plain())
-        and plan.pieces == ServerPartition.from_plain(plan.plain()).pieces
-    )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_async.parameter_server.partition import ServerPartition
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
 from tests.strategies.served import BATCHES
 from tests.strategies.served_settings import decaying
-from tests.strategies.workers import Net, Outcomes
+from tests.strategies.workers import Outcomes
 
 pytestmark = pytest.mark.processes
 
@@ -71,15 +70,3 @@ def test_lags_and_bytes_are_in_the_metrics(outcomes: Outcomes) -> None:
         assert metrics["servers/bytes"] == 4 * told["numel"] * BATCHES
         assert metrics["servers/pulls"] > BATCHES, "at gates, too"
         assert metrics["servers/pulled_bytes"] == 4 * told["numel"] * metrics["servers/pulls"]
-
-
-def test_a_checkpoint_holds_the_plan(outcomes: Outcomes) -> None:
-    """The first worker's part of it, once."""
-    fast, slow = outcomes("one_schedule")
-    assert fast["plans"] == slow["plans"]
-    (plain,), other = fast["plans"]
-    assert other is None
-    plan = ServerPartition.from_plain(plain)
-    assert (plan.num_servers, plan.bigarray_bound) == (2, 10)
-    assert plan.names == tuple(name for name, _ in Net().named_parameters())
-    assert sum(plan.sizes) == fast["first"]["numel"]

@@ -298,6 +298,6 @@ class BackgroundAverager(ReplicaEngine):
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         super().load_state_dict(saved, clocks)
-        self._loss_sum, self._num_losses = clocks.get("losses", (0.0, 0))
-        if "trends" in clocks:
+        if "losses" in clocks:  # not in those of another strategy
+            self._loss_sum, self._num_losses = clocks["losses"]
             self.trends.load_state_dict(clocks["trends"])

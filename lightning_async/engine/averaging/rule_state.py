@@ -260,7 +260,7 @@ class RuleState(ModelState):
             raise ValueError(
                 f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
-        fitted = self._fitted({**saved["rule_state"], **own}, saved.get("parameters"))
+        fitted = self._fitted({**saved["rule_state"], **own}, saved["parameters"])
         whole = {**self.rule_state_dict(own=True), **fitted}
         for fragment, state in enumerate(self._states):
             part = {name: self._part(name, value, fragment) for name, value in whole.items()}
@@ -282,14 +282,14 @@ class RuleState(ModelState):
             )
         return parts[fragment]
 
-    def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
+    def _fitted(self, state: dict[str, Any], places: Sequence[Any]) -> dict[str, Any]:
         """Return a saved state, rearranged for the present layout of the parameters.
 
         Parameters that the saved state lacks keep their present values. ``places`` holds the name and the size of each
-        saved parameter, in the sequence of the saved layout; None if the saved layout is the present one.
+        saved parameter, in the sequence of the saved layout.
         """
         layout = self._replica.layout
-        if places is None or [name for name, _ in places] == list(layout.names):
+        if [name for name, _ in places] == list(layout.names):
             return state
         sizes = [size for _, size in places]
         now = {**self.rule_state_dict(own=False), **self.rule_state_dict(own=True)}

@@ -131,7 +131,7 @@ class CheckpointRecovery:
         limit = self._trainer.max_steps
         goes_on = limit == -1 or checkpoint["global_step"] < limit
         goes_on &= not self._resume.points.limits.are(entry.manifest.notes.get("stopped"))
-        told = self.gather([goes_on, bool(resume and resume.get("rest"))])
+        told = self.gather([goes_on, bool(resume and resume["rest"])])
         return all(goes for goes, _ in told) and any(rest for _, rest in told)
 
     def _go_on(self, resume: Any, store: CheckpointStore, entry: CheckpointEntry, opened: Callable[[Any], Any]) -> None:
@@ -151,7 +151,7 @@ class CheckpointRecovery:
         ranks = self._trainer.world_size
         trained = entry.manifest.world_size
         # The epoch was divided among as many ranks as there are now, so this rank continues exactly.
-        if resume is not None and among(resume, trained) == ranks:
+        if resume is not None and among(resume) == ranks:
             self._resume.restore(resume)
             return
         saved = _all_of(store, entry, self._settings.objects == "pickle")
@@ -161,10 +161,10 @@ class CheckpointRecovery:
         if not states or (alike and resume is None):
             resume = beside(states, rank, entry.path)
         # Unless the number of ranks and the division are the same, the rest of the epoch is divided again.
-        if not states or (alike and among(states[min(states)], trained) == ranks):
+        if not states or (alike and among(states[min(states)]) == ranks):
             self._resume.restore(resume)
         else:
-            self._resume.restore(resized(completed(states, trained), rank, ranks, resume))
+            self._resume.restore(resized(completed(states), rank, ranks, resume))
 
     def end(self, original: Any) -> None:
         """Stop training again if the saved training had stopped early under the present limits; warn if it is complete.
@@ -211,7 +211,7 @@ def _reopened(state: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return a copy of a resume state that continues the interrupted epoch instead of beginning the next one."""
     if state is None:
         return None
-    return {**state, "where": "batch", "loaders": state.get("rest") or state["loaders"]}
+    return {**state, "where": "batch", "loaders": state["rest"] or state["loaders"]}
 
 
 def _all_of(store: CheckpointStore, entry: CheckpointEntry, pickles: bool) -> dict[int, dict[str, Any]]:

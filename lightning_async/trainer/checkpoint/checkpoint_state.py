@@ -29,7 +29,9 @@ REPLICAS = frozenset({"parameters"})
 ALIKE = frozenset({"parameters", "optimizer_states"})
 """The parts of the state that are equal on all ranks if the ranks take every step together."""
 _CHECKPOINT = {"epoch": int, "global_step": int, "loops": dict, "callbacks": dict, "state_dict": dict}
-_RESUME = {"where": str, "loaders": list, "unsaved": dict, "random": dict, "modes": dict, "combined": dict}
+_RESUME = {
+    "where": str, "loaders": list, "unsaved": dict, "random": dict, "modes": dict, "combined": dict, "dealt": list,
+}  # fmt: skip
 _MOST_RANKS = 1 << 20
 _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 
@@ -246,8 +248,7 @@ def check_state(checkpoint: dict[str, Any], resume: Any, loops: dict[str, Any]) 
         wrong = ["loops"]
     if resume is not None:
         wrong += [name for name, kind in _RESUME.items() if not isinstance(resume.get(name), kind)]
-        dealt = resume.get("dealt", (0, 1))
-        if any(type(count) is not int or not 0 <= count <= _MOST_RANKS for count in dealt):
+        if any(type(count) is not int or not 0 <= count <= _MOST_RANKS for count in resume.get("dealt", ())):
             wrong.append("dealt")
     if wrong:
         raise ValueError(f"{wrong} are not what a save writes there")
@@ -269,7 +270,7 @@ def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[s
     }
     names, sizes = zip(*first["parameters"], strict=True)
     model = dict(zip(names, flat.pop("model").split(list(sizes)), strict=True))
-    averaging = {key: first[key] for key in ("round", "num_rounds", "rule", "parameters") if key in first}
+    averaging = {key: first[key] for key in ("round", "num_rounds", "rule", "parameters")}
     return {**averaging, "rule_state": {**flat, **first["plain"]}}, model
 
 

@@ -350,8 +350,7 @@ class SafePoints:
         trainer = self._trainer
         epoch = trainer.fit_loop.epoch_loop
         module = trainer.lightning_module
-        # Older checkpoints have no such entry.
-        trainer.should_stop |= self.limits.are(state.get("stopped"))
+        trainer.should_stop |= self.limits.are(state["stopped"])
         epoch._batches_that_stepped = state["stepped"]
         if epoch.val_loop._combined_loader is not None:
             epoch.val_loop._last_val_dl_reload_epoch = state["val_reloaded"]
@@ -383,7 +382,7 @@ class SafePoints:
         window. ``state`` is a result of `_unsaved`, and is changed.
         """
         gradients = state["gradients"]
-        then = state.get("window")
+        then = state["window"]
         now = self._window()
         # The gradients stand for the same batches as before, or the next step begins a new window.
         if then is None or now is None or list(then) == now or state["is_last_batch"]:

@@ -189,7 +189,6 @@ class JoiningEnvironment(_Renumbered):
 
     @property
     def started_as(self) -> int:
-        """The rank with which this process was started."""
         return self._environment.global_rank()
 
     def global_rank(self) -> int:

@@ -48,8 +48,8 @@ def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
 
     The ranks without a state get, by ascending id, the parts that no saved rank has.
     """
-    parts = range(among(states[min(states)], 0))
-    free = sorted({*parts}.difference(state.get("dealt", (name,))[0] for name, state in states.items()))
+    parts = range(among(states[min(states)]))
+    free = sorted({*parts}.difference(state["dealt"][0] for state in states.values()))
     absent = [name for name in parts if name not in states]
     return free[absent.index(rank)] if rank in absent and len(free) == len(absent) else rank
 
@@ -61,27 +61,22 @@ def without_own(clocks: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_none(state: Mapping[str, Any] | None) -> bool:
     """Return whether ``state`` is of a rank that had joined within an epoch and had no part of the epoch's data."""
-    return state is not None and not state.get("dealt", (0, 1))
+    return state is not None and not state["dealt"]
 
 
-def among(state: dict[str, Any], world_size: int) -> int:
-    """Return the number of parts into which the epoch's data was divided.
-
-    Returns ``world_size`` for an old state that lacks the number.
-    """
-    return state.get("dealt", (0, world_size))[1]
+def among(state: dict[str, Any]) -> int:
+    """Return the number of parts into which the epoch's data was divided."""
+    return state["dealt"][1]
 
 
-def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+def completed(states: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a state for each part of the epoch's data: the saved state, or else one made from another rank's state.
 
-    Args:
-        states: Saved states, by stable id; one at least.
-        world_size: Number of parts, if an old state lacks this number.
+    ``states`` are the saved states, by stable id; one at least.
     """
     first = states[min(states)]
-    places = {state.get("dealt", (name,))[0]: state for name, state in sorted(states.items())}
-    return [places.get(place) or _moved(first, place, place) for place in range(among(first, world_size))]
+    places = {state["dealt"][0]: state for _, state in sorted(states.items())}
+    return [places.get(place) or _moved(first, place, place) for place in range(among(first))]
 
 
 def _moved(state: dict[str, Any], rank: int, part: int) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class ExternalWindowSize(AccumulationWindows):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.even = state.get("even", True)
+        self.even = state["even"]
 
 
 def updates_of(trainer: Any) -> OptimizerUpdates | None:
@@ -232,7 +232,6 @@ class OptimizerUpdates:
 
     @property
     def left(self) -> float:
-        """The number of steps that are left until ``max_steps``."""
         limit = self._loop.max_steps
         return float("inf") if limit == -1 else math.ceil((limit - self._loop.global_step) / self.each)
 
