@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_async._checks import parse_json
 from lightning_async._sockets import connects, listening_port, opening, own_address
 from lightning_async.comm import nccl
 from lightning_async.comm.collectives import Where
@@ -144,7 +145,7 @@ class _GroupRendezvous:
         self._meeting_options.check()
         elapsed_s = time.monotonic() - self._started
         if elapsed_s >= self._timeout_s:
-            missing = [rank for rank, key in enumerate(self._keys) if not self.store.check([key])]
+            missing = [rank for rank, key in enumerate(self._keys) if not self._is_there(key)]
             raise CollectiveTimeout(
                 f"{self.where}: forming the group: after {elapsed_s:.1f} s still without rank(s) {missing}. See "
                 "the logs of those."
@@ -162,16 +163,25 @@ class _GroupRendezvous:
         self._keys = [f"{self.base}/{phase}/{rank}" for rank in range(self.where.world_size)]
         self.view().set(self._keys[self.where.rank], json.dumps(member).encode())
         self.check()
-        return self.view().read(self._keys, _parse)
+        return self.view().read(self._keys, self._parse)
 
+    def _is_there(self, key: str) -> bool:
+        value = self._meeting_options.seal.open(key, self.store.get(key)) if self.store.check([key]) else None
+        return value is not None and self._parse(value) is not None
 
-def _parse(value: bytes) -> _Member | None:
-    try:
-        places, unreachable = json.loads(value)
-        ranks = [] if unreachable is None else list(map(int, unreachable))
-        return _Member([(str(host), int(port)) for host, port in places], None if unreachable is None else ranks)
-    except (ValueError, TypeError, RecursionError):
-        return None
+    def _parse(self, value: bytes) -> _Member | None:
+        """Return what a member says; None if a stranger has written something that no member says."""
+        member = parse_json(value)
+        if not isinstance(member, list) or len(member) != 2 or not isinstance(member[0], list):
+            return None
+        places = [tuple(place) for place in member[0] if isinstance(place, list)]
+        kinds_are_right = all([*map(type, place)] == [str, int] and 0 < place[1] < 1 << 16 for place in places)
+        ranks = [] if member[1] is None else member[1]
+        ranks_are_known = isinstance(ranks, list) and all(
+            type(rank) is int and 0 <= rank < self.where.world_size for rank in ranks
+        )
+        valid = len(places) == len(member[0]) and kinds_are_right and ranks_are_known
+        return _Member(places, member[1]) if valid else None
 
 
 def leaving_ranks(unreachable: Sequence[Collection[int]]) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
 
+from lightning_async._checks import parse_json
 from lightning_async._sockets import shut_down
 from lightning_async.membership.membership import HeartbeatThread
 from lightning_async.membership.signing import Seal
@@ -82,10 +83,7 @@ class StatusRecord:
         >>> StatusRecord.load(b'{"name": 2}') is None
         True
         """
-        try:
-            said = json.loads(value) if len(value) <= _MAX_BYTES else None
-        except (ValueError, RecursionError):
-            return None
+        said = parse_json(value if len(value) <= _MAX_BYTES else None)
         if not isinstance(said, dict):
             return None
         # Ignore entries of newer versions, and check the types of all others.

@@ -151,10 +151,11 @@ def test_ranks_form_their_group_together_or_not_at_all_where_another_rank_differ
 
 def test_a_strangers_word_of_how_to_begin_is_not_heard() -> None:
     store = HashStore()
+    seal = Seal("of the job")
     StartAgreement(store, 1, "some way", Seal("another"))
-    StartAgreement(store, 0, "our way", Seal("of the job")).check()
-    with pytest.raises(AsyncTrainingError, match="rank 2 has a third way"):
-        StartAgreement(store, 2, "a third way", Seal("another"))
+    StartAgreement(store, 0, "our way", seal).check()
+    with pytest.raises(AsyncTrainingError, match="rank 0 has our way, and rank 2 has a third way"):
+        StartAgreement(store, 2, "a third way", seal)
 
 
 def test_a_rank_that_is_taken_is_refused_to_the_joining_rank_alone() -> None:
