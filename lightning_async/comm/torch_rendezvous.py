@@ -172,16 +172,14 @@ class _GroupRendezvous:
     def _parse(self, value: bytes) -> _Member | None:
         """Return what a member says; None if a stranger has written something that no member says."""
         member = parse_json(value)
-        if not isinstance(member, list) or len(member) != 2 or not isinstance(member[0], list):
+        try:
+            places, unreachable = member
+            ports = [port for host, port in places if type(host) is str and type(port) is int and 0 < port < 1 << 16]
+            ranks = [rank for rank in unreachable or [] if type(rank) is int and 0 <= rank < self.where.world_size]
+        except (TypeError, ValueError):
             return None
-        places = [tuple(place) for place in member[0] if isinstance(place, list)]
-        kinds_are_right = all([*map(type, place)] == [str, int] and 0 < place[1] < 1 << 16 for place in places)
-        ranks = [] if member[1] is None else member[1]
-        ranks_are_known = isinstance(ranks, list) and all(
-            type(rank) is int and 0 <= rank < self.where.world_size for rank in ranks
-        )
-        valid = len(places) == len(member[0]) and kinds_are_right and ranks_are_known
-        return _Member(places, member[1]) if valid else None
+        valid = isinstance(unreachable, list | None) and len(ports) == len(places) and ranks == (unreachable or [])
+        return _Member(list(map(tuple, places)), unreachable) if valid else None
 
 
 def leaving_ranks(unreachable: Sequence[Collection[int]]) -> tuple[int, ...]:

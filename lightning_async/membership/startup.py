@@ -49,9 +49,6 @@ _BACKLOG = 2048
 _GOES_S = 3.0
 _FIRST = "how"
 _OTHERWISE = "how otherwise"
-_VERDICT = "verdict"
-_BEGIN = "begin"
-_DIFFER = "differ"
 
 
 class WaitWithLog:
@@ -235,10 +232,6 @@ class StartAgreement:
     `check` while it waits for the others, because ranks with different arguments wait for each other at different
     places.
 
-    A rank that has begun to form the process group waits in torch, where it cannot call `check`. It must not wait for a
-    rank that has raised. So the ranks settle by one entry in the store whether to form the group or to raise: the first
-    rank that calls `begin`, or that finds different arguments, writes it.
-
     Args:
         store: Store of the job.
         rank: Number of this rank.
@@ -246,37 +239,26 @@ class StartAgreement:
         seal: Signer of the job's messages.
 
     Raises:
-        AsyncTrainingError: This rank's arguments differ from those of the first rank, and no rank forms the group yet.
+        AsyncTrainingError: This rank's arguments differ from those of the first rank.
     """
 
     def __init__(self, store: Store, rank: int, how: str, seal: Seal) -> None:
         self._room: Any = PrefixStore("lightning_async/start", store)
         self._seal = seal.within("start")
         self._rank = rank
-        self._forms = False
         mine = f"rank {rank} has {how}"
-        self._first = self._settle(_FIRST, mine)
+        first = settle(self._room, _FIRST, mine.encode(), self._seal, lambda value: value.decode(errors="replace"))
+        self._first = first or mine
         if not self._first.endswith(f" has {how}"):
             self._room.set(_OTHERWISE, self._seal.sign(_OTHERWISE, mine.encode()))
-            self._settle(_VERDICT, _DIFFER)
             self._raise(mine)
 
     def check(self) -> None:
-        """Raise AsyncTrainingError if any rank was given different arguments, unless ranks form the group already."""
+        """Raise AsyncTrainingError if any rank was given different arguments."""
         room = self._room
         other = self._seal.open(_OTHERWISE, room.get(_OTHERWISE)) if room.check([_OTHERWISE]) else None
-        if other is not None and (self._forms or self._settle(_VERDICT, _DIFFER) == _DIFFER):
+        if other is not None:
             self._raise(other.decode(errors="replace"))
-
-    def begin(self) -> None:
-        """Record that ranks now form the group; raise AsyncTrainingError if any rank was given different arguments."""
-        if self._settle(_VERDICT, _BEGIN) == _DIFFER:
-            self.check()
-        self._forms = True
-
-    def _settle(self, key: str, mine: str) -> str:
-        """Write ``mine`` under ``key``, unless another rank has written it already; return the value that is there."""
-        return settle(self._room, key, mine.encode(), self._seal, lambda value: value.decode(errors="replace")) or mine
 
     def _raise(self, second: str) -> NoReturn:
         # The store ends with rank 0, and the others must read the reason first.

@@ -115,7 +115,7 @@ class StatusPublisher:
         self._last: StatusRecord | None = None
         self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._skip = self._pause = 0
-        self._heartbeat_thread = HeartbeatThread(self._beat, interval.total_seconds(), self._hang_up)
+        self._heartbeat_thread = HeartbeatThread(self._beat, interval.total_seconds(), lambda: shut_down(self._sockets))
 
     def serves(self, store: Store) -> bool:
         """Return whether this publisher is alive in this process, and its records are in ``store``."""
@@ -191,9 +191,6 @@ class StatusPublisher:
         value = standing.dump()
         if len(value) <= _MAX_BYTES:
             self._client.set(key, self._seal.sign(key, value))
-
-    def _hang_up(self) -> None:
-        shut_down(self._sockets)
 
 
 def publish(store: Store, look: Callable[[], StatusRecord], secret: str | None) -> StatusPublisher:

@@ -21,7 +21,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import RECENT_BATCHES, reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.replica import BufferPolicies
-from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulled, pulls, scaled_zero
+from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulled, pulls, scaled_zero, take_back
 from lightning_async.trainer.step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -61,13 +61,11 @@ class LocalSteps(StepRunner):
         """Whether the closure of a synchronous step runs; for automatic optimization."""
         self._batches = StepBatches(strategy.module, strategy.buffers, self._count_samples)
         self.recent = self._batches.recent
-        self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
+        self._hooks = [each.register_step_post_hook(self._count).remove for each in strategy.optimizers]
 
     def close(self) -> None:
         # The optimizers outlive the session.
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        take_back(self._hooks)
         self._gradients.close()
 
     def start_batch(self, batch: Any) -> None:
