@@ -215,8 +215,8 @@ class LocalSteps(StepRunner):
         Lightning divides each loss by the number of all accumulated batches, even if `training_step` returned None for
         some of them. Only the samples of the batches with a loss are counted.
         """
-        callbacks = self._strategy.module.trainer.callbacks
-        if not self._without_loss or any(isinstance(each, AdaptiveGradientAccumulation) for each in callbacks):
+        trainer: Any = self._strategy.module.trainer
+        if not self._without_loss or any(isinstance(each, AdaptiveGradientAccumulation) for each in trainer.callbacks):
             return 1.0  # the callback has weighted the batches of a window by their samples
         counted = self._num_accumulated - self._without_loss
         return self._num_accumulated / counted if counted > 0 else 1.0
