@@ -1,13 +1,27 @@
-"""Checks of constructor arguments, which raise errors with one style of message.
+"""Checks of constructor arguments, which raise errors with one style of message, and of received bytes.
 
-In each function, ``owner`` is the class whose argument is checked (its name, or an object of the class), and
-``argument`` is the argument's name. Both appear in the error message.
+In each function that raises, ``owner`` is the class whose argument is checked (its name, or an object of the class),
+and ``argument`` is the argument's name. Both appear in the error message.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from datetime import timedelta
+from typing import Any
+
+
+def parse_json(data: bytes | None) -> Any:
+    """Return the value of JSON text that anybody may have written; None if ``data`` is None, or no JSON.
+
+    >>> parse_json(b'{"a": 1}'), parse_json(b"{"), parse_json(b"[" * 100_000)
+    ({'a': 1}, None, None)
+    """
+    try:
+        return None if data is None else json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -26,6 +26,16 @@ importlib.import_module(module).main(*arguments)
 torch and Lightning, which takes seconds and hundreds of megabytes."""
 
 
+def status_of(process: int) -> list[str]:
+    """Return the fields behind the name in /proc/PID/stat, the first of which is the state; OSError at its end."""
+    return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def boot_id() -> str:
+    """Return an id of this host since it was started, because two hosts may have the same name; raise OSError."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def bare_command(module: str, arguments: list[Any], title: str) -> list[str]:
     """Return the command line of a process that calls the function ``main`` of a module.
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
+from lightning_async._subprocess import boot_id
 from lightning_async.errors import DamagedCheckpoint
 
 PIECE = 4 << 20
@@ -270,12 +271,10 @@ class LocalFiles:
     def identity(self, folder: str) -> str:
         """Return a text that is equal in two processes only if both see the same folder, not just the same path."""
         try:
-            with open("/proc/sys/kernel/random/boot_id") as file:  # two hosts may have the same name
-                host = file.read().strip()
             found = os.stat(folder)
+            return f"{boot_id()}:{found.st_dev}:{found.st_ino}"
         except OSError:
             return uuid.uuid4().hex
-        return f"{host}:{found.st_dev}:{found.st_ino}"
 
     def idle(self, folder: str) -> bool:
         """Return whether no living process uses the folder, see `hold`.

@@ -19,10 +19,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from lightning_async._subprocess import HelperProcess, in_words
+from lightning_async._subprocess import HelperProcess, in_words, status_of
 from lightning_async.checkpoint import writer_process
 from lightning_async.checkpoint.buffers import Buffer, BufferOwner, Growth, anonymous_file, uncollected
 from lightning_async.checkpoint.shards import CheckpointShard, shard
@@ -465,6 +464,6 @@ class Standstill:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+        return status_of(pid)[0] == "T"
     except (OSError, IndexError):
         return False

@@ -31,6 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lightning_async._checks import parse_json
 from lightning_async._sockets import unshared
 from lightning_async.errors import ChannelTimeout, PeerLost
 
@@ -196,11 +197,8 @@ def unpacked(data: bytes, peer: str, room: int) -> tuple[dict[str, Any], int]:
     Raises:
         PeerLost: The bytes are no head of a message, or the message would not fit into the buffer.
     """
-    try:
-        size, header = json.loads(data)
-    except (ValueError, TypeError, RecursionError):
-        size = None
-        header = None
+    message = parse_json(data)
+    size, header = message if isinstance(message, list) and len(message) == 2 else (None, None)
     at = header.get("at", 0) if isinstance(header, dict) else None
     if (
         not isinstance(header, dict)

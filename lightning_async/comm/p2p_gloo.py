@@ -27,12 +27,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_async._subprocess import boot_id
 from lightning_async.comm.collectives import Where
 from lightning_async.comm.p2p import LONGEST, Dial, ShmDial, packed, unpacked
 from lightning_async.comm.peer_storage import PeerStoreConnection
@@ -606,7 +606,6 @@ def seal_of_servers() -> Seal:
 def machine_name() -> str:
     """Return a name that is equal for processes of one user, host and network namespace, which can share memory."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # two hosts may have the same name
-        return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.getuid()}"
+        return f"{boot_id()}/{os.readlink('/proc/self/ns/net')}/{os.getuid()}"
     except OSError:
         return uuid.uuid4().hex

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_async._checks import parse_json
 from lightning_async._sockets import unshared
 from lightning_async.membership.signing import Seal
 
@@ -107,11 +108,7 @@ class PeerStoreConnection:
         (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
         if length > _LONGEST:
             raise ConnectionError(f"a message of {length} bytes is none of this job's")
-        value = self._seal.read(self._nonce, bytes(self.receive(length)))
-        try:
-            message = None if value is None else json.loads(value)
-        except (ValueError, RecursionError):
-            message = None
+        message = parse_json(self._seal.read(self._nonce, bytes(self.receive(length))))
         if not isinstance(message, dict):
             raise ConnectionError("a message came that is none of this job's")
         return message

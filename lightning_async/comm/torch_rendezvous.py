@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_async._checks import parse_json
 from lightning_async._sockets import connects, listening_port, opening, own_address
 from lightning_async.comm import nccl
 from lightning_async.comm.collectives import Where
@@ -144,7 +145,7 @@ class _GroupRendezvous:
         self._meeting_options.check()
         elapsed_s = time.monotonic() - self._started
         if elapsed_s >= self._timeout_s:
-            missing = [rank for rank, key in enumerate(self._keys) if not self.store.check([key])]
+            missing = [rank for rank, key in enumerate(self._keys) if not self._is_there(key)]
             raise CollectiveTimeout(
                 f"{self.where}: forming the group: after {elapsed_s:.1f} s still without rank(s) {missing}. See "
                 "the logs of those."
@@ -162,16 +163,23 @@ class _GroupRendezvous:
         self._keys = [f"{self.base}/{phase}/{rank}" for rank in range(self.where.world_size)]
         self.view().set(self._keys[self.where.rank], json.dumps(member).encode())
         self.check()
-        return self.view().read(self._keys, _parse)
+        return self.view().read(self._keys, self._parse)
 
+    def _is_there(self, key: str) -> bool:
+        value = self._meeting_options.seal.open(key, self.store.get(key)) if self.store.check([key]) else None
+        return value is not None and self._parse(value) is not None
 
-def _parse(value: bytes) -> _Member | None:
-    try:
-        places, unreachable = json.loads(value)
-        ranks = [] if unreachable is None else list(map(int, unreachable))
-        return _Member([(str(host), int(port)) for host, port in places], None if unreachable is None else ranks)
-    except (ValueError, TypeError, RecursionError):
-        return None
+    def _parse(self, value: bytes) -> _Member | None:
+        """Return what a member says; None if a stranger has written something that no member says."""
+        member = parse_json(value)
+        try:
+            places, unreachable = member
+            ports = [port for host, port in places if type(host) is str and type(port) is int and 0 < port < 1 << 16]
+            ranks = [rank for rank in unreachable or [] if type(rank) is int and 0 <= rank < self.where.world_size]
+        except (TypeError, ValueError):
+            return None
+        valid = isinstance(unreachable, list | None) and len(ports) == len(places) and ranks == (unreachable or [])
+        return _Member(list(map(tuple, places)), unreachable) if valid else None
 
 
 def leaving_ranks(unreachable: Sequence[Collection[int]]) -> tuple[int, ...]:

@@ -112,9 +112,8 @@ class Transfer:
             if every is not None and now - last > every[0].total_seconds():
                 every[1]()
                 last = now
-            return self._membership.all_in_header(seq)
+            return not self._membership.behind("header", seq)
 
-        self._membership.enter_header(seq)
         return self._wait(self.small.all_gather(row), self._deadline, look)
 
     def all_have(self, tally: float, doubt: bool) -> float | None:

@@ -13,6 +13,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lightning_async._subprocess import status_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobEntry:
@@ -103,7 +105,7 @@ def _is_ours(folder: Path) -> bool:
 def _started(process: int) -> int | None:
     """Return the start time of a process, in clock ticks since the host's boot; None if the process has ended."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = status_of(process)
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])

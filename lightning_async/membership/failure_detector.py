@@ -11,8 +11,9 @@ import json
 import os
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from lightning_async._checks import parse_json
 from lightning_async.errors import START_AGAIN
 from lightning_async.membership.generation import Generation, in_order, listed
 
@@ -43,8 +44,7 @@ class Record:
     wanted: int = 0
     since: int = OUTSIDE
     bell: int = 0
-    header: int = 0  # the newest header that the rank has sent to the others, see `Membership.enter_header`
-    call: int = 0  # number of the collective call in which the rank waits or has waited
+    operations: dict[str, int] = field(default_factory=dict)  # the newest of each kind to which the rank has come
     state: str = ABSENT
     text: str = ""
 
@@ -147,19 +147,16 @@ def dump(record: Record) -> bytes:
 
 def load(value: bytes) -> Record | None:
     """Return the record that ``value`` encodes; None if it is no valid record of this version of the package."""
-    try:
-        fields = json.loads(value) if len(value) <= _MAX_BYTES else None
-    except (ValueError, RecursionError):
-        # A stranger may have written anything, even deeply nested JSON.
-        return None
+    fields = parse_json(value if len(value) <= _MAX_BYTES else None)
     known = vars(Record())
     if not isinstance(fields, dict) or not fields.keys() <= known.keys():
         return None
     if any(type(value) is not type(known[name]) for name, value in fields.items()):
         return None
     record = Record(**fields)
-    counts = (record.beat, record.wanted, record.bell, record.header, record.call, record.since - OUTSIDE)
-    return record if record.state in (ABSENT, UP, VISITING, LEFT, FAILED) and min(counts) >= 0 else None
+    counts = (record.beat, record.wanted, record.bell, record.since - OUTSIDE, *record.operations.values())
+    valid = all(type(count) is int and count >= 0 for count in counts)
+    return record if valid and record.state in (ABSENT, UP, VISITING, LEFT, FAILED) else None
 
 
 # After a failure, silence of a tenth of `dead_s` is a death, but a beat may always be late by this time.
@@ -218,9 +215,13 @@ class FailureDetector:
             self.peers[name].judge(record, passed_s, min(self._dead_s, before_s + self._soon_s), self._start_s)
 
     def hear_death(self, name: str, process: int, text: str) -> None:
-        """Note that the peer's process with this id has ended; the next `judge` decides whether the peer is lost."""
-        if name in self.peers:
-            self.peers[name].death = process, text
+        """Note that the peer's process with this id has ended; the next `judge` decides whether the peer is lost.
+
+        A peer that this rank has not heard of is lost until a record of another process has its name.
+        """
+        if name != self.me:
+            peer = self.peers.setdefault(name, Peer(fresh=self._fresh, lost=True))
+            peer.death = process, text
 
     def suspect(self) -> None:
         """Count peers as lost if they stay silent for a tenth of ``dead_s`` from now on, but at least for a second.
@@ -252,10 +253,6 @@ class FailureDetector:
 
     def bell(self) -> int:
         return max([peer.record.bell for peer in self._heard().values()], default=0)
-
-    def all_in_header(self, seq: int) -> bool:
-        """Return whether all other members of this generation have sent header ``seq``, or a later one."""
-        return all(self.peers[name].record.header >= seq for name in self.generation.members if name != self.me)
 
     def view(self) -> object:
         """Return a value to compare with an earlier one: if they differ, `Membership.on_change` must be called."""

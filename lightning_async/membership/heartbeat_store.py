@@ -13,13 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+from lightning_async._checks import parse_json
 from lightning_async._sockets import own_address, shut_down
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.membership.failure_detector import FAILED, LEFT, PREFIX, UP, Record, dump, key, load
 from lightning_async.membership.generation import in_order, is_name
 from lightning_async.membership.process_liveness import LocalProcessWatch
 from lightning_async.membership.signing import Seal
-from lightning_async.membership.store import Store, connect, own_client, reachable, read_all
+from lightning_async.membership.store import Store, connect, own_client, reachable, read_all, settle
 
 # Number of beats to watch for another process under this rank's name.
 _LOOKS = 5
@@ -131,13 +132,10 @@ class HeartbeatStore:
         """
         name = f"{PREFIX}/generation/{wanted}"
         if proposal is not None:
-            mine = self._seal.sign(name, json.dumps(list(proposal)).encode())
-            value: bytes = self._store.compare_set(name, "", mine)  # type: ignore[arg-type, assignment]
-            # The value is not signed by this job, so it is replaced.
-            if (members := self._members(name, value)) is None:
-                members = self._members(name, self._store.compare_set(name, value, mine))  # type: ignore[arg-type]
-            return members
-        return self._members(name, self._store.get(name)) if self._store.check([name]) else None
+            mine = json.dumps(list(proposal)).encode()
+            return settle(self._store, name, mine, self._seal, lambda value: self._members(name, value))
+        value = self._seal.open(name, self._store.get(name)) if self._store.check([name]) else None
+        return None if value is None else self._members(name, value)
 
     def report(self, name: str, text: str) -> None:
         # Any thread may call this, and the heartbeat's client serves one thread only.
@@ -212,15 +210,8 @@ class HeartbeatStore:
             self._seal.ignore(name, "is no record of a rank, or one of another version of this package")
         return record
 
-    def _members(self, key_: str, sealed: bytes) -> tuple[str, ...] | None:
-        value = self._seal.open(key_, sealed)
-        try:
-            names = None if value is None else json.loads(value)
-        except (ValueError, RecursionError):
-            # A stranger may have written anything, so the value counts as invalid.
-            names = ()
-        if names is None:
-            return None
+    def _members(self, key_: str, value: bytes) -> tuple[str, ...] | None:
+        names = parse_json(value)
         valid = isinstance(names, list) and names and all(isinstance(name, str) and is_name(name) for name in names)
         if not valid or len(set(names)) < len(names) or not (self._elastic or {*names} <= {*self._peers, self._me}):
             self._seal.ignore(key_, "names no members of a generation of these ranks")

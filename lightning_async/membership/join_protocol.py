@@ -22,10 +22,11 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from lightning_async._checks import parse_json
 from lightning_async._sockets import shut_down
 from lightning_async.errors import StoreLost
 from lightning_async.membership.signing import Seal
-from lightning_async.membership.store import Contact, PrefixStore, Store, TCPStore, base_of, connect
+from lightning_async.membership.store import Contact, PrefixStore, Store, TCPStore, base_of, connect, settle
 
 _NOTICE = "notice"
 _KEEPERS = "keepers"
@@ -95,22 +96,16 @@ class JoinBoard:
 
     def settle(self, key: str, note: Mapping[str, Any]) -> dict[str, Any]:
         """Write ``note``, unless there is one already; return the note that is there, the same on all ranks."""
-        signed = self.seal.sign(key, json.dumps(dict(note)).encode())
-        before = self._store.compare_set(key, "", signed)
-        # The value is not signed by this job, so it is replaced.
-        if self.seal.open(key, before) is None:
-            self._store.compare_set(key, before, signed)
-        return self.read(key)
+        return settle(self._store, key, json.dumps(dict(note)).encode(), self.seal, _parse) or {}
 
     def read(self, key: str) -> dict[str, Any]:
-        if not self._store.check([key]):
-            return {}
-        value = self.seal.open(key, self._store.get(key))
-        try:
-            note = {} if value is None else json.loads(value)
-        except (ValueError, RecursionError):
-            note = {}
-        return note if isinstance(note, dict) else {}
+        value = self.seal.open(key, self._store.get(key)) if self._store.check([key]) else None
+        return _parse(value) or {}
+
+
+def _parse(value: bytes | None) -> dict[str, Any] | None:
+    note = parse_json(value)
+    return note if isinstance(note, dict) else None
 
 
 class JoinBoardWithTimeout(JoinBoard):

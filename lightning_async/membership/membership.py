@@ -253,25 +253,17 @@ class Membership:
             self._mine = replace(self._mine, bell=max(bell, self._mine.bell))
         self._heartbeat_thread.wake()
 
-    def enter_header(self, seq: int) -> None:
-        """Publish with the next beat that this rank has sent header ``seq`` to the others."""
-        with self._lock:
-            self._mine = replace(self._mine, header=seq)
+    def behind(self, kind: str, number: int) -> tuple[str, ...]:
+        """Return the members that have not come to an operation in which this rank waits, in this rank's view. No I/O.
 
-    def all_in_header(self, seq: int) -> bool:
-        """Return whether all other members have sent header ``seq``, so that it must arrive soon. No I/O."""
-        with self._lock:
-            return self._failure_detector.all_in_header(seq)
-
-    def behind(self, call: int) -> tuple[str, ...]:
-        """Return the members that have not come to a collective call in which this rank waits, in this rank's view.
-
-        The next heartbeat publishes the number ``call``, which only grows. No I/O.
+        Operations of each ``kind`` are numbered in ascending order. The next heartbeat publishes that this rank has
+        come to operation ``number``.
         """
         with self._lock:
-            self._mine = replace(self._mine, call=call)
-            peers = self._failure_detector.peers
-            return tuple(name for name in self.generation.members if name in peers and peers[name].record.call < call)
+            self._mine = replace(self._mine, operations={**self._mine.operations, kind: number})
+            records = {name: peer.record for name, peer in self._failure_detector.peers.items()}
+            members = [name for name in self.generation.members if name in records]
+            return tuple(name for name in members if records[name].operations.get(kind, 0) < number)
 
     def left(self) -> frozenset[str]:
         """Return the names of the peers that have left on purpose, in this rank's view. No I/O."""

@@ -20,9 +20,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from lightning_async._sockets import unshared
+from lightning_async._subprocess import boot_id, status_of
 from lightning_async.membership.failure_detector import UP, VISITING, Record
 from lightning_async.membership.launcher_channel import CHANNEL
 
@@ -151,16 +151,12 @@ def place_of(process: int) -> str:
     The text contains the host's boot id, the PID namespace, the process id, and the start time.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        number, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")
         # In another namespace, /proc shows other process ids than ours.
-        if int(number) != process or os.readlink("/proc/self") != str(os.getpid()):
+        if os.readlink("/proc/self") != str(os.getpid()):
             return ""
-        namespace = os.readlink("/proc/self/ns/pid")
-        began = rest.rpartition(")")[2].split()[_BEGAN]
-    except (OSError, ValueError, IndexError):
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')} {process} {status_of(process)[_BEGAN]}"
+    except (OSError, IndexError):
         return ""
-    return f"{boot} {namespace} {process} {began}"
 
 
 class LocalProcessWatch:

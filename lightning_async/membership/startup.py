@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
+from lightning_async._checks import parse_json
 from lightning_async._sockets import connects, opening, serves_at
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, Evicted, PeerLost, StoreLost
 from lightning_async.membership.failure_detector import describe, new_life
@@ -33,7 +34,7 @@ from lightning_async.membership.launcher_channel import listen as listen_for_dea
 from lightning_async.membership.membership import Membership
 from lightning_async.membership.signing import Seal
 from lightning_async.membership.status import ENDED, FAILED, StatusRecord, read_standings
-from lightning_async.membership.store import PrefixStore, Store, base_of, reachable
+from lightning_async.membership.store import PrefixStore, Store, base_of, reachable, settle
 
 _log = logging.getLogger(__name__)
 _FIRST_WARNING_S = 10.0
@@ -48,9 +49,6 @@ _BACKLOG = 2048
 _GOES_S = 3.0
 _FIRST = "how"
 _OTHERWISE = "how otherwise"
-_VERDICT = "verdict"
-_BEGIN = "begin"
-_DIFFER = "differ"
 
 
 class WaitWithLog:
@@ -208,16 +206,12 @@ def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patien
     room: Any = PrefixStore("lightning_async/start", store)
     seal = seal.within("start")
     me = {"world_size": world_size, "job": job, "who": new_life()}
-    mine = seal.sign(str(rank), json.dumps(me).encode())
-    found = room.compare_set(str(rank), "", mine)
-    if found != mine and (other := _parse(seal.open(str(rank), found))) is not None:
+    first = settle(room, str(rank), json.dumps(me).encode(), seal, _parse) or me
+    if first != me:
         raise AsyncTrainingError(
-            f"rank {rank} is taken: {other['who']} has it, and goes on without this process ({me['who']}). Were two "
+            f"rank {rank} is taken: {first['who']} has it, and goes on without this process ({me['who']}). Were two "
             "processes given the same rank, or do two jobs use one address and port (MASTER_ADDR, MASTER_PORT)?"
         )
-    if found != mine:
-        # The value is not signed by this job, so it is replaced.
-        room.set(str(rank), mine)
     missing = set(range(world_size)) - {rank}
     while missing:
         for other in sorted(missing):
@@ -238,10 +232,6 @@ class StartAgreement:
     `check` while it waits for the others, because ranks with different arguments wait for each other at different
     places.
 
-    A rank that has begun to form the process group waits in torch, where it cannot call `check`. It must not wait for a
-    rank that has raised. So the ranks settle by one entry in the store whether to form the group or to raise: the first
-    rank that calls `begin`, or that finds different arguments, writes it.
-
     Args:
         store: Store of the job.
         rank: Number of this rank.
@@ -249,39 +239,26 @@ class StartAgreement:
         seal: Signer of the job's messages.
 
     Raises:
-        AsyncTrainingError: This rank's arguments differ from those of the first rank, and no rank forms the group yet.
+        AsyncTrainingError: This rank's arguments differ from those of the first rank.
     """
 
     def __init__(self, store: Store, rank: int, how: str, seal: Seal) -> None:
         self._room: Any = PrefixStore("lightning_async/start", store)
         self._seal = seal.within("start")
         self._rank = rank
-        self._forms = False
         mine = f"rank {rank} has {how}"
-        self._first = self._settle(_FIRST, mine)
+        first = settle(self._room, _FIRST, mine.encode(), self._seal, lambda value: value.decode(errors="replace"))
+        self._first = first or mine
         if not self._first.endswith(f" has {how}"):
             self._room.set(_OTHERWISE, self._seal.sign(_OTHERWISE, mine.encode()))
-            self._settle(_VERDICT, _DIFFER)
             self._raise(mine)
 
     def check(self) -> None:
-        """Raise AsyncTrainingError if any rank was given different arguments, unless ranks form the group already."""
+        """Raise AsyncTrainingError if any rank was given different arguments."""
         room = self._room
         other = self._seal.open(_OTHERWISE, room.get(_OTHERWISE)) if room.check([_OTHERWISE]) else None
-        if other is not None and (self._forms or self._settle(_VERDICT, _DIFFER) == _DIFFER):
+        if other is not None:
             self._raise(other.decode(errors="replace"))
-
-    def begin(self) -> None:
-        """Record that ranks now form the group; raise AsyncTrainingError if any rank was given different arguments."""
-        if self._settle(_VERDICT, _BEGIN) == _DIFFER:
-            self.check()
-        self._forms = True
-
-    def _settle(self, key: str, mine: str) -> str:
-        """Write ``mine`` under ``key``, unless another rank has written it already; return the value that is there."""
-        found = self._seal.open(key, self._room.compare_set(key, "", self._seal.sign(key, mine.encode())))
-        # None: the value is not signed by this job.
-        return mine if found is None else found.decode(errors="replace")
 
     def _raise(self, second: str) -> NoReturn:
         # The store ends with rank 0, and the others must read the reason first.
@@ -304,10 +281,7 @@ def _compare(rank: int, me: dict[str, Any], other: int, theirs: dict[str, Any]) 
 
 
 def _parse(value: bytes | None) -> dict[str, Any] | None:
-    try:
-        said = None if value is None else json.loads(value)
-    except (ValueError, RecursionError):
-        return None
+    said = parse_json(value)
     if not isinstance(said, dict) or said.keys() != {"world_size", "job", "who"}:
         return None
     kinds = {"world_size": int, "job": str, "who": str}
@@ -385,10 +359,7 @@ class Assembly:
             AsyncTrainingError: All missing ranks have ended normally, so that neither can happen.
             CollectiveTimeout: Neither has happened by the deadline; the error names the missing ranks.
         """
-        first = self._seal.sign(_NEXT, b"0")
-        # The value is not signed by this job, so it is replaced.
-        if self._seal.open(_NEXT, self._room.compare_set(_NEXT, "", first)) is None:
-            self._room.set(_NEXT, first)
+        settle(self._room, _NEXT, b"0", self._seal, bytes)
         number = self._next()
         missing = set(self._others)
         key = f"{number}/{self._rank}"
@@ -487,8 +458,8 @@ class ProcessHeartbeat:
         self._pid = os.getpid()
         atexit.register(self._membership.close)
         # A process that ends within the first beats is known by the launcher's report alone.
-        self._reported: set[str] = set()
-        if (listener := listen_for_deaths(lambda death: self._reported.add(str(death.rank)))) is not None:
+        hear = self._membership.hear_death
+        if (listener := listen_for_deaths(lambda death: hear(str(death.rank), death.process, death.text))) is not None:
             atexit.register(listener.close)
 
     @property
@@ -557,8 +528,7 @@ class ProcessHeartbeat:
                 if note := board.read(f"{key}/{name}"):
                     come[name] = note.get("failed") is True
                     awaited |= {*map(str, note.get("awaits", ()))}
-            dead = self._membership.ended().keys() | self._reported - {*names}
-            missing = in_order(awaited - come.keys() - dead)
+            missing = in_order(awaited - come.keys() - self._membership.ended().keys())
             if time.monotonic() - began > self._membership.dead_after.total_seconds() + _SETTLES_S:
                 missing = [name for name in missing if name in names]  # ranks that were lost are not waited for longer
             if not failed and not {*names} <= come.keys() and time.monotonic() - began > _SETTLES_S:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
 
+from lightning_async._checks import parse_json
 from lightning_async._sockets import shut_down
 from lightning_async.membership.membership import HeartbeatThread
 from lightning_async.membership.signing import Seal
@@ -82,10 +83,7 @@ class StatusRecord:
         >>> StatusRecord.load(b'{"name": 2}') is None
         True
         """
-        try:
-            said = json.loads(value) if len(value) <= _MAX_BYTES else None
-        except (ValueError, RecursionError):
-            return None
+        said = parse_json(value if len(value) <= _MAX_BYTES else None)
         if not isinstance(said, dict):
             return None
         # Ignore entries of newer versions, and check the types of all others.
@@ -117,7 +115,7 @@ class StatusPublisher:
         self._last: StatusRecord | None = None
         self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._skip = self._pause = 0
-        self._heartbeat_thread = HeartbeatThread(self._beat, interval.total_seconds(), self._hang_up)
+        self._heartbeat_thread = HeartbeatThread(self._beat, interval.total_seconds(), lambda: shut_down(self._sockets))
 
     def serves(self, store: Store) -> bool:
         """Return whether this publisher is alive in this process, and its records are in ``store``."""
@@ -193,9 +191,6 @@ class StatusPublisher:
         value = standing.dump()
         if len(value) <= _MAX_BYTES:
             self._client.set(key, self._seal.sign(key, value))
-
-    def _hang_up(self) -> None:
-        shut_down(self._sockets)
 
 
 def publish(store: Store, look: Callable[[], StatusRecord], secret: str | None) -> StatusPublisher:

@@ -155,6 +155,23 @@ def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
     return [client.get(key) for key in keys]
 
 
+def settle(store: Store, key: str, value: bytes, seal: Seal, parse: Callable[[bytes], T | None]) -> T | None:
+    """Write ``value`` unless another rank has written one before; return the parsed value of the first, on all ranks.
+
+    So ranks agree on one answer to a question: whichever is written first. What is not signed by this job, or what
+    ``parse`` returns None for, is replaced. Returns None if a stranger has replaced it again.
+    """
+    client: Any = store
+    signed = seal.sign(key, value)
+    before = b""
+    for _ in range(2):
+        before = client.compare_set(key, before, signed)
+        opened = seal.open(key, before)
+        if opened is not None and (settled := parse(opened)) is not None:
+            return settled
+    return None
+
+
 def reachable(store: Store, timeout: timedelta) -> bool:
     """Return whether something listens at the store's address.
 

@@ -11,6 +11,7 @@ server, `Arrived` decompresses it.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from lightning_async.algorithms.compression import PushCompression, described, from_description
 from lightning_async.algorithms.staleness import StalenessPolicy
-from lightning_async.comm.p2p import Dial, PeerChannel
+from lightning_async.comm.p2p import LONGEST, Dial, PeerChannel
 from lightning_async.errors import AsyncTrainingError, ChannelTimeout, Evicted, PeerLost, SettingsMismatch
 from lightning_async.parameter_server.consistency import stated_staleness
 from lightning_async.parameter_server.optimizers import ScalarRuns
@@ -36,6 +37,8 @@ _PAUSE_S = 0.02
 _DIAL_S = 5.0
 # Longest wait until a server has received a part of a push.
 _PART_S = 60.0
+# Bytes of a push's header that may name parameters without gradients; the rest of it is small.
+_MOST_BYTES_OF_SPANS = LONGEST - 4096
 _REFUSALS: dict[str, type[AsyncTrainingError]] = {
     "evicted": Evicted, "settings": SettingsMismatch, "missing": PeerLost, "uninitialised": PeerLost,
 }  # fmt: skip
@@ -224,6 +227,12 @@ class Client:
             base = line.base if bases is None else min(line.base, bases[server])
             outgoing = line.dial.outgoing
             without = skips[server] if skips else ()
+            if (length := len(json.dumps(without))) > _MOST_BYTES_OF_SPANS:
+                raise ValueError(
+                    f"Parameters without gradients are in {len(without)} places of server {server}'s shard, which "
+                    f"take {length} bytes of a message, of {_MOST_BYTES_OF_SPANS} at most. Use more servers, or pass "
+                    "`update_on_server=False`: the optimizer is the worker's then."
+                )
             size = 0
             if weight:
                 size = self.feedback[server].encode_(outgoing, without) if self.feedback else outgoing.numel()

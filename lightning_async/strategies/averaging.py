@@ -25,7 +25,7 @@ from lightning_async.engine.work_ledger import Weighting
 from lightning_async.strategies.async_strategy import AsyncStrategy
 from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.trainer import configuration_checks
-from lightning_async.trainer.environment.settings import check_optimizers
+from lightning_async.trainer.environment.settings import check_optimizers, text_of_code
 from lightning_async.trainer.namespace import counting, pytorch
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.transports.base import Transport
@@ -58,7 +58,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
         overlap: True (default): rounds run while training goes on. False: training waits for each round.
         weighting: Weight of a replica's contribution: its ``"samples"`` since its last round (default), its
             ``"steps"``, ``"equal"``, or a function that returns the weight of a batch, such as its number of tokens, as
-            a number >= 0.
+            a number >= 0. The function's code must be equal on all ranks; values from outside that it uses, such as
+            the rank, may differ, because each rank weights its own batches.
         buffers: Treatment of floating-point buffers (BatchNorm statistics): ``"average"`` (default), ``"keep"`` each
             replica's, ``"broadcast"`` rank 0's, or ``"recompute"`` BatchNorm's from recent batches at every sync
             point. Integer buffers take the largest value of all replicas at every sync point. A dict has policies by
@@ -232,7 +233,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         return {
             **super().settings(), "rule": self.rule, "schedule": self.schedule,
             "optimizer_state": self.optimizer_state_policy, "lr_clock": self.lr_clock,
-            "weighting": self.weighting,
+            "weighting": self.weighting if isinstance(self.weighting, str) else text_of_code(self.weighting),
         }  # fmt: skip
 
     def __repr__(self) -> str:

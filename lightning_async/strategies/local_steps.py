@@ -21,7 +21,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import RECENT_BATCHES, reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.replica import BufferPolicies
-from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulled, pulls, scaled_zero
+from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulled, pulls, scaled_zero, take_back
 from lightning_async.trainer.step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -55,13 +55,11 @@ class LocalSteps(StepRunner):
         """Whether the closure of a synchronous step runs; for automatic optimization."""
         self._batches = StepBatches(strategy.module, strategy.buffers, self._count_samples)
         self.recent = self._batches.recent
-        self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
+        self._hooks = [each.register_step_post_hook(self._count).remove for each in strategy.optimizers]
 
     def close(self) -> None:
         # The optimizers outlive the session.
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        take_back(self._hooks)
         self._gradients.close()
 
     def start_batch(self, batch: Any) -> None:
@@ -99,11 +97,17 @@ class LocalSteps(StepRunner):
         synchronous = planned is Action.GRADIENTS
         before = self._seen
         self._skipped = False
-        output = run(self._synchronised(closure) if synchronous else closure)
+
+        def with_loss() -> Any:
+            loss = closure()
+            # After a backward pass that broke off there are no gradients, which a scaler would ask for.
+            return None if self._skipped else loss
+
+        output = run(self._synchronised(with_loss) if synchronous else with_loss)
         empty = synchronous and self._gradients.told is not None and not self._gradients.told.weight
         if self._skipped and not synchronous:
             # An optimizer's step without any gradient changes nothing.
-            empty = all(p.grad is None for p in self._gradients.replica.tensors.trained.values())
+            empty = self._is_empty()
         self._tick(planned, stepped=self._seen > before and not empty)
         return output
 
@@ -113,6 +117,9 @@ class LocalSteps(StepRunner):
         self._of_batch = 0.0
         self._skipped = True
         self._without_loss += 1
+        if self._is_empty():  # a backward pass that broke off has taken the gradients of earlier batches along
+            self._samples = 0.0
+            self._without_loss = self._num_accumulated
 
     def unstepped(self) -> list[float]:
         return [self._samples, self._without_loss]
@@ -134,8 +141,7 @@ class LocalSteps(StepRunner):
     def backward(self) -> Iterator[None]:
         """Return a context for a backward pass; if possible, gradients of a synchronous step are sent during it."""
         self._batches.see()
-        trained = self._gradients.replica.tensors.trained.values()
-        if self._strategy.module.automatic_optimization and all(p.grad is None for p in trained):
+        if self._strategy.module.automatic_optimization and self._is_empty():
             self._samples = self._of_batch  # without gradients, samples of earlier batches do not count
         # Gradients that were sent cannot be multiplied by a factor any more, so they are sent only if it is 1.
         if self._overlaps and (self._in_step or self._is_synchronous()) and self._factor == 1.0:
@@ -152,6 +158,9 @@ class LocalSteps(StepRunner):
         if self._is_synchronous():
             self._reduce_gradients()
             self._reduced = True
+
+    def _is_empty(self) -> bool:
+        return all(p.grad is None for p in self._gradients.replica.tensors.trained.values())
 
     def _is_synchronous(self) -> bool:
         return self._batch_step is Action.GRADIENTS
@@ -185,7 +194,7 @@ class LocalSteps(StepRunner):
     def _reduce_gradients(self) -> None:
         self._batches.see()
         gradients = self._gradients
-        if (factor := self._factor) != 1.0:
+        if (factor := self._factor) != 1.0 and not self._is_empty():
             trained = gradients.replica.tensors.trained.values()
             torch._foreach_mul_([p.grad for p in trained if p.grad is not None], factor)
         gradients.reduce_(self._sample_counts, loss_scale(self._strategy.precision_plugin))
@@ -202,9 +211,14 @@ class LocalSteps(StepRunner):
         trainer: Any = self._strategy.module.trainer
         if not self._without_loss or any(isinstance(each, AdaptiveGradientAccumulation) for each in trainer.callbacks):
             return 1.0  # the callback has weighted the batches of a window by their samples
-        batches = (trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % trainer.accumulate_grad_batches + 1
-        counted = batches - self._without_loss
-        return batches / counted if counted > 0 else 1.0
+        counted = self._num_accumulated - self._without_loss
+        return self._num_accumulated / counted if counted > 0 else 1.0
+
+    @property
+    def _num_accumulated(self) -> int:
+        """Number of batches since the last step, with the current one."""
+        trainer: Any = self._strategy.module.trainer
+        return (trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % trainer.accumulate_grad_batches + 1
 
     @property
     def _sample_counts(self) -> float:

@@ -27,7 +27,7 @@ from lightning_async.strategies.delay_correction import correcting
 from lightning_async.strategies.local_steps import StepBatches
 from lightning_async.strategies.server_steps import SampleCounts
 from lightning_async.trainer.loops.updates import OptimizerUpdates
-from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulls, searches_lr
+from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulls, searches_lr, take_back
 from lightning_async.trainer.step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -83,13 +83,11 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         averager.alike = self._correcting.state
         saved, alike = strategy.saved.take_gathered()
         self._load(saved or {}, alike)
-        self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
+        self._hooks = [each.register_step_post_hook(self._count).remove for each in strategy.optimizers]
 
     def close(self) -> None:
         # The optimizers outlive the session.
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        take_back(self._hooks)
         self._gradients.close()
 
     def _prepare(self) -> None:

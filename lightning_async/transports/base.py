@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Connection:
         else:
             self.world = LightningCollectives(
                 lightning, membership.check, blame=membership.dead_after + timedelta(seconds=1),
-                behind=membership.behind,
+                behind=partial(membership.behind, "call"),
             )  # fmt: skip
 
     @property

@@ -419,8 +419,6 @@ def _join_default_group(environment: Any, root_device: torch.device, backend: st
         connect(environment, backend, timeout=START_TIMEOUT)
     else:
         store_of(environment, environment.global_rank(), elastic)
-        for agreement in _agreed:
-            agreement.begin()
         numbering = Numbering(environment.global_rank(), environment.world_size(), (0, 0))
         _install_default_group(environment, root_device, backend, numbering)
     check_start()

@@ -12,7 +12,7 @@ import torch
 from lightning_async.comm import torch_collectives as module
 from lightning_async.comm.torch_collectives import TorchCollectives
 from lightning_async.comm.torch_rendezvous import MeetingOptions
-from lightning_async.errors import CollectiveError, PeerLost
+from lightning_async.errors import CollectiveError, CollectiveTimeout, PeerLost
 from lightning_async.membership.generation import Generation
 from lightning_async.membership.signing import Seal
 from lightning_async.membership.store import HashStore
@@ -91,12 +91,32 @@ def test_signed_groups_work_like_others() -> None:
         comm.close()
 
 
-@pytest.mark.parametrize("value", ["no", "{}", "[]", "null", '{"ports": "x"}', '{"ports": ["1"]}'])
-def test_what_is_no_greeting_is_waited_over(value: str) -> None:
+# By a stranger: no JSON, other values, ports and ranks that there are not, and numbers that torch or Python refuses.
+NO_MEMBERS = [
+    "no", "{}", "[]", "null", "[[], null, 1]", '[{"a": 1}, null]', '["ab", null]', "[[1], null]", '[[["::1"]], null]',
+    '[[["::1", "80"]], null]', '[[["::1", 80.5]], null]', '[[["::1", true]], null]', '[[["::1", 1e999]], null]',
+    '[[["::1", 0]], null]', '[[["::1", 65536]], null]', '[[[1, 80]], null]', "[[], 1]", "[[], [2]]", "[[], [-1]]",
+    '[[], ["0"]]', "[[], [0.5]]", "[[], [1e999]]", "[[], [true]]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NO_MEMBERS)
+def test_what_no_member_says_is_waited_over(value: str) -> None:
     store = HashStore()
-    store.set("lightning_async/0/world/1/ready/1", value)
-    for comm in form_two(store, Seal(), between_s=0.1):
+    for phase in ("ready", "formed"):
+        store.set(f"lightning_async/0/world/1/{phase}/1", value)
+    for comm in form_two(store, Seal(), between_s=0.02):
         comm.close()
+
+
+def test_a_member_that_says_nothing_right_is_named() -> None:
+    store = HashStore()
+    store.set("lightning_async/0/world/1/ready/1", "[[], [1e999]]")
+    options = MeetingOptions(host="127.0.0.1")
+    comm = TorchCollectives(store, 0, 2, form_timeout=timedelta(seconds=0.5), meeting_options=options)
+    with pytest.raises(CollectiveTimeout, match=r"still without rank\(s\) \[1\]"):
+        comm.open()
+    comm.close()
 
 
 def test_reforming_mpi_names_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:

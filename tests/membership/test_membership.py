@@ -209,6 +209,21 @@ def test_one_that_was_never_seen_and_has_died_is_lost_and_one_that_left_is_not()
     assert me.left() == {"2"}
 
 
+def test_a_death_before_the_first_record_is_kept_for_its_name() -> None:
+    """A process may end before anybody has read its heartbeat, and its name is then in no record."""
+    hand = Hand(1, member="7")
+    me = hand.ranks[0]
+    me._board.open(timedelta(0))
+    me.hear_death("9", 4711, "died: its process was killed")
+    hand.beat(0)
+    assert me.ended()["9"].describe("9") == "rank 9 died: its process was killed"
+    assert me.lost() == (), "it is no member of this generation"
+    for process, lost in ((4711, {"9"}), (4712, set[str]())):
+        record = failure_detector.Record(life=f"process {process} on it", state=failure_detector.UP, beat=process)
+        me._failure_detector.judge({"9": record}, 0.1)
+        assert me._failure_detector.lost() == lost
+
+
 def test_one_that_says_goodbye_while_the_store_is_read_and_has_ended_is_not_lost() -> None:
     hand = Hand(2)
     hand.everybody_is_seen()
@@ -667,12 +682,14 @@ def test_a_waiting_rank_knows_who_has_not_come() -> None:
     hand = Hand(3)
     hand.everybody_is_seen()
     (first, second, third) = hand.ranks
-    assert first.behind(4) == ("1", "2")
-    assert third.behind(3) == ("0", "1"), "before the next heartbeats"
+    assert first.behind("call", 4) == ("1", "2")
+    assert third.behind("call", 3) == ("0", "1"), "before the next heartbeats"
+    assert third.behind("header", 9) == ("0", "1")
     hand.beat(0, 2, 0, 1)
-    assert first.behind(4) == ("1", "2"), "rank 2 waits in an earlier call"
-    assert third.behind(4) == ("1",)
+    assert first.behind("call", 4) == ("1", "2"), "rank 2 waits in an earlier call"
+    assert third.behind("call", 4) == ("1",)
     hand.beat(2, 0)
-    assert first.behind(4) == ("1",)
+    assert first.behind("call", 4) == ("1",)
     hand.beat(1)
-    assert second.behind(4) == ()
+    assert second.behind("call", 4) == ()
+    assert second.behind("header", 9) == ("0",), "each kind has numbers of its own"

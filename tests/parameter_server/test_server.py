@@ -62,6 +62,19 @@ def test_a_round_steps_what_any_worker_has_a_gradient_for():
         assert workers[2].weights[0].tolist() == expected
 
 
+def test_a_push_with_too_many_places_without_gradients_is_refused():
+    with running(20_000) as server:
+        worker = server.worker("a")
+        worker.start("SGD", {"lr": 1.0})
+        skips = [[(at, at + 1) for at in range(0, 20_000, 2)]]
+        with pytest.raises(
+            ValueError, match=r"10000 places of server 0's shard.*126976 at most.*update_on_server=False"
+        ):
+            worker.push(skips=skips)
+        worker.push(skips=[skips[0][:5_000]])
+        assert worker.weights[0][:2].tolist() == [0.0, 0.0]
+
+
 def test_the_first_weights_win_and_all_must_mean_the_same_optimizer_and_plan():
     with running() as server:
         a, b = server.worker("a"), server.worker("b")

@@ -155,6 +155,33 @@ def predict() -> Any:
     return evaluated(averaging(), "predict")
 
 
+class Own(Evaluated):
+    """A module whose loaders its user has divided: rank 0 has no sample, the others have 2 and 4 of one loader."""
+
+    def __init__(self) -> None:
+        super().__init__((0, 2, 4)[rank() : rank() + 1])
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+
+@scenario
+def own_loaders() -> Any:
+    """Rank 0 has none, in every kind of evaluation; then no rank has any."""
+    told: dict[str, Any] = {}
+    for stage in ("fit", "validate", "predict"):
+        module = Own()
+        trainer = make_trainer(averaging(), devices=3, use_distributed_sampler=False)
+        run = getattr(trainer, stage)
+        results = run(module, loader(problem.batches(0, 4))) if stage == "fit" else run(module)
+        told[stage] = [float(trainer.callback_metrics.get("sum", -1.0)), module.computed.get("all")]
+        if stage == "predict":
+            told[stage] = [len(batch) for batch in results or []]
+    nowhere = Own()
+    nowhere.sizes = (0,)
+    make_trainer(averaging(), devices=3, use_distributed_sampler=False).validate(nowhere)
+    told["nowhere"] = nowhere.computed
+    return told
+
+
 @scenario
 def limited_to_a_half() -> Any:
     return evaluated(averaging(), "validate", (13, 7), limit_val_batches=0.5)

@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_async import (
@@ -16,7 +17,8 @@ from lightning_async import (
     ServerOptions,
     Synchronous,
 )
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.strategies.session import UserCollectives
+from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.problem import adam, momentum
 from tests.strategies.workers import (
@@ -96,6 +98,57 @@ def none_in_step() -> Any:
 @scenario
 def none_in_accumulation() -> Any:
     return train(in_step(), Without(), accumulate_grad_batches=2)
+
+
+class BreaksOff(torch.autograd.Function):
+    """A collective that a backward pass calls, and that breaks off because a rank has died."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError("broken off")
+
+
+class LosesPass(pl.LightningModule):
+    """One weight, whose gradient in batch ``i`` is ``2 ** i``. Rank 1 loses the backward pass of one batch."""
+
+    def __init__(self, lost: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.lost = lost
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.weight * batch[0].mean()
+        return BreaksOff.apply(loss) if (rank(), batch_idx) == (1, self.lost) else loss  # pyright: ignore
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@scenario
+def lost_passes() -> Any:
+    """Eight batches of 1 to 8 samples, of which four are one step: the weight's way, and the samples of this rank."""
+    data = loader([(torch.full((i + 1, 1), 2.0**i),) for i in range(8)])
+    told: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UserCollectives, "lose_step", lambda self: True)
+        for kind, schedule in (("in step", Synchronous()), ("alone", EveryNSteps(99))):
+            for scales in (False, True):
+                for lost in (1, 3, 4):
+                    strategy = together(schedule=schedule)
+                    plugins = [scaling(4.0)] if scales else []
+                    trainer = make_trainer(strategy, plugins=plugins, accumulate_grad_batches=4, max_epochs=1)
+                    module = LosesPass(lost)
+                    weights: list[float] = []
+                    module.on_train_batch_end = lambda *_, module=module, weights=weights: weights.append(  # pyright: ignore
+                        float(module.weight.detach())
+                    )
+                    trainer.fit(module, data)
+                    told[f"{kind} {lost} {scales}"] = [weights[3::4], strategy.summary.samples]
+    return told
 
 
 @scenario

@@ -82,6 +82,15 @@ def test_limits_count_batches_of_each_rank(ranks: Outcomes, limit: str, counts: 
 
 
 @pytest.mark.processes
+def test_a_rank_whose_own_loaders_are_empty_takes_part(ranks: Outcomes) -> None:
+    for number, answer in enumerate(ranks("own_loaders")):
+        # The ranks have evaluated 0 and 1, and 0 to 3.
+        assert answer["fit"] == answer["validate"] == [7.0, [0.0, 0.0, 1.0, 1.0, 2.0, 3.0]]
+        assert answer["predict"] == [[], [1, 1], [1, 1, 1, 1]][number]
+        assert answer["nowhere"] == {}, "as in Lightning, an evaluation without a batch on any rank is left out"
+
+
+@pytest.mark.processes
 def test_a_signal_within_a_validation_ends_it_in_a_step(ranks: Outcomes) -> None:
     for number, answer in enumerate(ranks("told")):
         assert answer["codes"] == [0, 75, 0]

@@ -66,6 +66,38 @@ def test_a_step_is_the_mean_over_what_there_is(ranks: Outcomes, name: str) -> No
     assert told[0]["digest"] == told[1]["digest"]
 
 
+# By the batch whose pass rank 1 loses: samples of its two steps, and the mean of their gradients where it has any. The
+# gradients of earlier batches of the step are lost with it.
+LOST = {1: ((7, 6.0), (26, 60.0)), 3: ((0, 0.0), (26, 60.0)), 4: ((10, 3.75), (21, 224 / 3))}
+
+
+@pytest.mark.parametrize("scales", [False, True], ids=["fp32", "scaler"])
+@pytest.mark.parametrize("lost", LOST)
+def test_a_lost_pass_loses_the_gradients_of_its_step(ranks: Outcomes, lost: int, scales: bool) -> None:
+    first, second = ranks("lost_passes")
+    name = f"in step {lost} {scales}"
+    weight = 0.0
+    expected = []
+    for own, (samples, gradient) in zip(((10, 3.75), (26, 60.0)), LOST[lost], strict=True):
+        weight -= (own[0] * own[1] + samples * gradient) / (own[0] + samples)
+        expected.append(weight)
+    assert first[name][0] == second[name][0] == pytest.approx(expected, rel=1e-5)
+    assert [first[name][1], second[name][1]] == [36, sum(samples for samples, _ in LOST[lost])]
+
+
+@pytest.mark.parametrize("scales", [False, True], ids=["fp32", "scaler"])
+@pytest.mark.parametrize(
+    ("lost", "expected"), [(1, [[-3.0, -63.0], 33]), (3, [[0.0, -60.0], 26]), (4, [[-3.75, -59.75], 31])]
+)
+def test_a_lost_pass_of_a_local_step_counts_as_no_loss(
+    ranks: Outcomes, lost: int, expected: list[Any], scales: bool
+) -> None:
+    """Lightning divides each loss by the number of batches of the step, whether they have a loss or not."""
+    first, second = ranks("lost_passes")
+    assert second[f"alone {lost} {scales}"] == expected
+    assert first[f"alone {lost} {scales}"] == [[-3.75, -63.75], 36]
+
+
 @pytest.mark.parametrize("name", ["none_in_windows", "nan_in_windows"])
 def test_windows_of_ranks_stay_as_long_as_each_other(ranks: Outcomes, name: str) -> None:
     """A batch without a loss counts for its length only; one that is not finite takes its window along."""

@@ -15,7 +15,7 @@ import lightning_async
 from lightning_async import algorithms
 from lightning_async.algorithms import compression, schedules
 from lightning_async.engine.timeouts import Timeouts
-from lightning_async.trainer.environment.settings import _text
+from lightning_async.trainer.environment.settings import _text, text_of_code
 
 AVERAGING = lightning_async.AsyncAveragingStrategy
 GRADIENTS = lightning_async.AsyncGradientStrategy
@@ -129,5 +129,8 @@ def test_functions_are_equal_if_their_code_and_values_are() -> None:
     for make in (sgd, inner, Weigh, lambda value: partial(inner(value), value), lambda value: {"a": [inner(value)]}):
         assert _text(make(0.1)) == _text(make(0.1))
         assert _text(make(0.1)) != _text(make(0.2))
+    for make in (sgd, inner, Weigh, lambda value: partial(inner(value), value)):
+        assert text_of_code(make(0.1)) == text_of_code(make(0.2)), "as of a function that uses the rank"
     assert _text(lambda batch: len(batch)) != _text(lambda batch: sum(batch))
+    assert text_of_code(lambda batch: len(batch)) != text_of_code(lambda batch: sum(batch))
     assert _text(print) == _text(print)

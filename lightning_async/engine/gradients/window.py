@@ -74,7 +74,7 @@ class Window:
         for i, (p, view) in enumerate(zip(trained, self._layout.views(self._sum), strict=True)):
             if p.grad is not None and (chosen is None or p in chosen):
                 views.append(view)
-                moved.append(self._dense(p.grad))
+                moved.append(real(strided(p.grad)).to(self._sum.device))
                 self._used[i] = 1.0
         if views and samples > 0.0:
             torch._foreach_add_(views, moved, alpha=samples / scale)
@@ -84,10 +84,6 @@ class Window:
     def count(self, samples: float) -> None:
         self.samples = self.samples + samples
         self.batches = self.batches + 1
-
-    def _dense(self, gradient: Tensor) -> Tensor:
-        gradient = real(strided(gradient))
-        return gradient if gradient.device == self._sum.device else gradient.to(self._sum.device)
 
     def leave(self) -> bool:
         """Send the window and empty it, if the buckets are free; return whether the window was sent."""

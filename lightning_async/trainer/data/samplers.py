@@ -375,6 +375,7 @@ class UnevenEvaluation:
     def install(self) -> list[Undo]:
         loop = self._loop
         undo = [
+            override(loop, "setup_data", self._set_up),
             override(loop, "on_run_start", self._begin),
             override(loop, "_predict_step" if self._predicts else "_evaluation_step", self._step),
             override(loop, "on_run_end", self._end),
@@ -384,6 +385,17 @@ class UnevenEvaluation:
             # Lightning calls this once for each loader of which this rank has batches.
             undo.append(set_for_now(loop, "_store_dataloader_outputs", lambda: None))
         return undo
+
+    def _set_up(self, original: Any) -> None:
+        """Let a rank without any batch take part, if other ranks have some: Lightning would leave it out."""
+        before = self._loop._combined_loader
+        original()
+        world = self._strategy.world
+        if world is None or world.asynchronous or self._loop._combined_loader is before:
+            return
+        limits = self._loop.max_batches if self._predicts else self._loop._max_batches
+        if any(world.gather_objects(sum(limits) > 0)) and not sum(limits):
+            limits[:] = [1] * len(limits)  # as upper limits
 
     def _begin(self, original: Any) -> None:
         self._shares = {}

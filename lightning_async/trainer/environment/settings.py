@@ -13,7 +13,7 @@ import logging
 import re
 import types
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -221,6 +221,17 @@ def _refuse(world: LightningCollectives, told: list[Settings]) -> None:
         )
 
 
+def text_of_code(function: Callable[..., Any]) -> str:
+    """Return a function's name with a checksum of its code, without the values from outside that it uses.
+
+    It is for functions whose results may differ between ranks, such as the weight of a rank's batch, which may depend
+    on the rank. The settings of other functions, such as an optimizer's learning rate, must be equal: see `_text`.
+    """
+    codes = "".join(_codes(function, set(), values=False))
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{name} (code {zlib.crc32(codes.encode()):08x})"
+
+
 def _text(value: object) -> str:
     """Return the value as text, without memory addresses, which differ between ranks.
 
@@ -231,8 +242,8 @@ def _text(value: object) -> str:
     return f"{text} (code {zlib.crc32(codes.encode()):08x})" if codes else text
 
 
-def _codes(value: Any, seen: set[int]) -> Iterator[str]:
-    """Yield a text of the code of each function in a value, with the plain values that the function has taken along."""
+def _codes(value: Any, seen: set[int], values: bool = True) -> Iterator[str]:
+    """Yield a text of the code of each function in a value; with ``values``, also the plain values that it uses."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -245,7 +256,8 @@ def _codes(value: Any, seen: set[int]) -> Iterator[str]:
         cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]  # an empty one has no contents
         taken = [*(value.__defaults__ or ()), *(cell.cell_contents for cell in cells)]
         inner = [value.__code__, *(each for each in taken if isinstance(each, types.FunctionType | partial))]
-        yield repr([each for each in taken if isinstance(each, str | bytes | int | float | None)])
+        if values:
+            yield repr([each for each in taken if isinstance(each, str | bytes | int | float | None)])
     elif isinstance(value, types.MethodType):
         inner = (value.__func__,)
     elif isinstance(value, partial):
@@ -257,7 +269,7 @@ def _codes(value: Any, seen: set[int]) -> Iterator[str]:
     elif not isinstance(value, str | bytes | int | float | None | type | torch.Tensor | torch.nn.Module):
         inner = (type(value).__call__ if callable(value) else None, *getattr(value, "__dict__", {}).values())
     for each in inner:
-        yield from _codes(each, seen)
+        yield from _codes(each, seen, values)
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from lightning_async._subprocess import status_of
 from lightning_async.errors import AsyncTrainingError, PeerLost, StoreLost
 from lightning_async.membership.process_liveness import STARTER
 from lightning_async.membership.signing import SECRET, new_secret
@@ -99,8 +100,7 @@ def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
         # A process that has ended may still be a zombie, to which signals can be sent.
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+        return status_of(pid)[0] not in ("Z", "X")
     except ProcessLookupError:
         return False
     # The process is another user's, or there is no /proc.
