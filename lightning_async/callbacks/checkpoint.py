@@ -133,6 +133,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         good_after: int = 20,
         save_on_exception: bool = True,
         objects: Objects = "refuse",
+        trainable_only: bool = False,
     ) -> None:
         owner = type(self).__name__
         policy = save_policy(owner, save, every_n_train_steps, train_time_interval)
@@ -142,6 +143,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         check_choice(owner, "buffers", buffers, (1, 2))
         check_choice(owner, "objects", objects, get_args(Objects))
         check_bool(owner, "save_on_exception", save_on_exception)
+        check_bool(owner, "trainable_only", trainable_only)
         best = _best(keep)
         if recover is not None and not (recover.startswith("step=") and recover[5:].isdecimal()):
             check_choice(owner, "recover", recover, (*STRATEGIES, "step=N", None))
@@ -153,7 +155,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         check_int(self, "good_after", at_least=1)
         self.settings = Settings(
             os.fspath(dirpath), policy, keep, recover, busy, buffers, max_failures, good_after, best,
-            save_on_exception, objects,
+            save_on_exception, objects, trainable_only,
         )  # fmt: skip
         self._now: Checkpointing | None = None
         # Not in a fit: scripts load checkpoints after it, and loggers open their files before callbacks run.

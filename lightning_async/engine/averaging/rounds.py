@@ -31,7 +31,7 @@ from lightning_async.engine.compressed_mean import CompressedMean, mean_of
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.decision import ComponentPlan, EngineComponent
 from lightning_async.engine.fingerprint import digests
-from lightning_async.engine.replica import Updates
+from lightning_async.engine.replica import Updates, tensors_of
 from lightning_async.engine.shared_state import Header, Mark, SyncPointKind, Vote
 from lightning_async.errors import AsyncTrainingError, CollectiveError
 
@@ -727,13 +727,13 @@ class CheckpointMarkers:
 
         Args:
             replica: Result of the method `replica`.
-            tensors: This replica's own tensors, by their names in the module's ``state_dict``.
+            tensors: This replica's own tensors, by name.
             module: Module into which the tensors are copied.
         """
         buckets = self._control.buckets
         with buckets.alone(self._control.see), torch.no_grad():
-            for name, value in module.state_dict().items():
-                if isinstance(value, Tensor) and name in tensors:
+            for name, value in tensors_of(module).items():
+                if name in tensors:
                     value.copy_(tensors[name])
             if buckets.replica.reference.shape == replica["reference"].shape:  # buffers may be kept now, or not
                 buckets.replica.reference.copy_(replica["reference"])

@@ -1,0 +1,132 @@
+"""A module's `state_dict` has other keys than its tensors, or only what is trained is saved."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_async.checkpoint.store import CheckpointStore
+from lightning_async.cli.main import main
+from lightning_async.engine.replica import tensors_of
+from lightning_async.errors import CheckpointError
+from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, At, Interrupted, interrupt
+from tests.callbacks.partial_ranks import KINDS, STRATEGIES, Adapted, AdapterOnly
+from tests.callbacks.test_checkpoint import data, every, train, trainer_of, whole_data
+from tests.strategies.workers import Outcomes
+
+pytestmark = pytest.mark.processes
+
+SCENARIOS = "tests.callbacks.partial_ranks"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_restores_all_that_state_dict_lacks(ranks: Outcomes, strategy: str, kind: str) -> None:
+    for rank in ranks(f"{strategy}_{kind}"):
+        assert rank["losses"] == [True] * (BATCHES * EPOCHS - rank["first"])
+        assert {tensor: value for tensor, value in rank["tensors"].items() if value} == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_resumes_what_two_have_saved(ranks: Outcomes, tmp_path: Path, kind: str) -> None:
+    """From within the second epoch, whose rest is divided anew."""
+
+    def resumed(name: str, module: Any) -> Any:
+        shutil.copytree(ranks.folder(f"averaging_{name}") / "parts", tmp_path / name)
+        return train(every(tmp_path / name, recover="step=16"), module=module)
+
+    expected, module = resumed("ordinary", Adapted()), resumed(kind, KINDS[kind]())
+    assert len(module.losses) >= BATCHES * EPOCHS - 16
+    assert module.losses == expected.losses
+    expected = tensors_of(expected)
+    assert [name for name, value in tensors_of(module).items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_has_the_keys_that_lightning_saves(tmp_path: Path, kind: str) -> None:
+    fit = trainer_of(every(tmp_path / "run"))
+    fit.fit(KINDS[kind](), data())
+    fit.save_checkpoint(tmp_path / "of_lightning.ckpt")
+    assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "ours.ckpt")]) == 0
+    expected, ours = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("of_lightning", "ours"))
+    assert list(ours["state_dict"]) == list(expected["state_dict"])
+    assert all(torch.equal(value, expected["state_dict"][key]) for key, value in ours["state_dict"].items())
+    assert ours.keys() == expected.keys()
+
+
+class Large(Adapted):
+    """A base of 1 MiB, of which nothing is trained at first."""
+
+    def __init__(self, seed: int = 7, extra: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.large = torch.nn.Linear(512, 512).requires_grad_(False)
+        if extra:
+            self.extra = torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.large.weight.mean()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.tested = float(self.lora.weight.detach().sum())
+
+
+def size_of(folder: Path) -> int:
+    manifest = CheckpointStore(folder).entries()[0].manifest
+    assert manifest is not None
+    return sum(record.size for record in manifest.files.values())
+
+
+def test_trainable_only_resumes_to_the_bit_without_the_base(tmp_path: Path) -> None:
+    whole = train(every(tmp_path / "whole"), module=Large())
+    with contextlib.suppress(Interrupted):
+        train(every(tmp_path / "part", trainable_only=True), At(17, interrupt), module=Large())
+    rest = train(every(tmp_path / "part", trainable_only=True), module=Large())
+    assert min(rest.losses) == 16
+    assert all(rest.losses[step] == whole.losses[step] for step in rest.losses)
+    expected = tensors_of(whole)
+    assert [name for name, value in tensors_of(rest).items() if not torch.equal(value, expected[name])] == []
+    assert size_of(tmp_path / "whole") - size_of(tmp_path / "part") > 4 * 512 * 512
+    trainer_of(every(tmp_path / "part")).test(tested := Large(), whole_data(), ckpt_path="best")
+    assert tested.tested == float(rest.lora.weight.detach().sum())
+    with pytest.raises(CheckpointError, match=r"\['large.weight', 'large.bias'\]"):
+        trainer_of(every(tmp_path / "part")).test(Large(seed=8), whole_data(), ckpt_path="best")
+
+
+def test_trainable_only_names_a_base_of_other_values(tmp_path: Path) -> None:
+    saved = {"trainable_only": True}
+    train(every(tmp_path, **saved), module=Large(), max_epochs=1)
+    with pytest.raises(
+        CheckpointError, match=r"parameters \['large.weight', 'large.bias'\] of this module are missing"
+    ):
+        train(every(tmp_path, **saved), module=Large(seed=8))
+    with pytest.raises(RuntimeError, match=r"Missing key.*extra.weight"):
+        train(every(tmp_path, **saved), module=Large(extra=True))
+
+
+def test_trainable_only_saves_what_is_thawed_and_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = {"trainable_only": True}
+    train(every(tmp_path, **saved), module=Large(), max_epochs=1)
+    before, thawed = size_of(tmp_path), Large()
+    thawed.large.requires_grad_(True)
+    with caplog.at_level(logging.WARNING):
+        train(every(tmp_path, **saved), module=thawed)
+    assert "parameters ['large.bias', 'large.weight'] are trained, and were frozen in the checkpoint" in caplog.text
+    assert size_of(tmp_path) - before > 4 * 512 * 512
+    again = train(every(tmp_path, **saved), module=Large())
+    assert torch.equal(again.large.weight, thawed.large.weight)
+
+
+def test_an_adapter_on_another_base_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(every(tmp_path), module=AdapterOnly(), max_epochs=1)
+    other = AdapterOnly()
+    torch.nn.init.ones_(other.base.weight)
+    with caplog.at_level(logging.WARNING):
+        train(every(tmp_path), module=other)
+    assert "parameters ['base.weight'] are left out by `state_dict`, and differ" in caplog.text
