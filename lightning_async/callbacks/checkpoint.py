@@ -107,6 +107,9 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             checkpoint in ``on_save_checkpoint``. ``"refuse"`` (default): an error names the first one when training
             begins; hyper-parameters that are such objects are not saved, and a warning names them. ``"pickle"``: such
             objects are pickled, and checkpoints with them are loaded, which executes code in them.
+        trainable_only: Leave out frozen parameters, for fine-tuning. A resume takes them from the module as it was
+            built, and compares them with those of the training that saved. Frozen parameters that have changed since
+            training began are saved. Default: False.
 
     Raises:
         TypeError: A policy lacks a method, or an argument is of another type.

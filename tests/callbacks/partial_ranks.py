@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_async import DiLoCo, EveryNSteps
+from lightning_async.algorithms import Latest
 from tests.callbacks.checkpoint_ranks import Noisy, goes_on
 from tests.callbacks.served_ranks import servers
 from tests.callbacks.window_ranks import windows
@@ -32,6 +34,9 @@ class Adapted(Noisy):
     def on_train_batch_end(self, *_: Any) -> None:
         for mean, new in zip(self.teacher.parameters(), self.lora.parameters(), strict=True):
             mean.data.lerp_(new.data, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
 class Prefixed(Adapted):
@@ -81,7 +86,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 def _scenario(kind: str, strategy: str) -> None:
     def run(folder: Path) -> Any:
-        return goes_on(folder, STRATEGIES[strategy], KINDS.get(kind, Adapted))
+        return goes_on(folder, STRATEGIES[strategy], KINDS.get(kind, Adapted), keep=Latest(9))
 
     run.__name__ = f"{strategy}_{kind}"
     scenario(run)

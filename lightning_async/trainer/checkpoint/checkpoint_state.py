@@ -28,7 +28,7 @@ from lightning_async.engine.replica import kept_buffers, tensors_of
 from lightning_async.errors import CheckpointError
 from lightning_async.trainer.environment.environments import StableIds
 from lightning_async.trainer.loops.averaged_models import averaged_models_of
-from lightning_async.trainer.loops.loop_state import has_none, names_in, without_own
+from lightning_async.trainer.loops.loop_state import has_none, names_in, tensors_left_out, without_own
 from lightning_async.trainer.namespace import callbacks_of
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,11 @@ class TrainerState:
             "frozen": {name: value for name, value in now.items() if name not in self.trained},
         }
         return {name: tensors[name] for name in parameters if name in listed or name in self.trained}
+
+    def add_left_out(self, checkpoint: dict[str, Any]) -> None:
+        """Add the tensors that the ``state_dict`` of a Lightning checkpoint leaves out, for `load_model`."""
+        rest = tensors_left_out(checkpoint[_model_in(checkpoint)], tensors_of(self._trainer.lightning_module))
+        checkpoint[_MODEL] = {"tensors": rest, "trained": sorted(self.trained), "frozen": {}}
 
     def load_model(self, original: Callable[..., None], checkpoint: dict[str, Any], strict: bool = True) -> None:
         """Load the model as Lightning does; then load the tensors that the module's ``state_dict`` leaves out.

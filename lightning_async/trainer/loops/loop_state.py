@@ -118,7 +118,7 @@ def names_in(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
     return {key: names.get(_place(value)) if isinstance(value, Tensor) else None for key, value in state.items()}
 
 
-def left_out(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors_left_out(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the module's tensors that a ``state_dict`` renames, copies or leaves out, by name; see `names_in`."""
     names = names_in(state, tensors)
     return {name: tensor for name, tensor in tensors.items() if names.get(name) != name}
