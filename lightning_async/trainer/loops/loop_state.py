@@ -114,8 +114,8 @@ def names_in(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
         state: The ``state_dict``, which refers to the module's tensors. Copies count as other values.
         tensors: The module's tensors, by name.
     """
-    names = {_place(tensor): name for name, tensor in tensors.items()}
-    return {key: names.get(_place(value)) if isinstance(value, Tensor) else None for key, value in state.items()}
+    names = {_memory_of(tensor): name for name, tensor in tensors.items()}
+    return {key: names.get(_memory_of(value)) if isinstance(value, Tensor) else None for key, value in state.items()}
 
 
 def tensors_left_out(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def tensors_left_out(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     return {name: tensor for name, tensor in tensors.items() if names.get(name) != name}
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
