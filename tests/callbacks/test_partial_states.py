@@ -17,9 +17,12 @@ from lightning_async.cli.main import main
 from lightning_async.engine.replica import tensors_of
 from lightning_async.errors import CheckpointError
 from lightning_async.trainer.checkpoint.checkpoint_state import TrainerState
+from lightning_async.trainer.data import join
+from lightning_async.trainer.data.join import JoinState
+from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, At, Interrupted, interrupt
 from tests.callbacks.partial_ranks import KINDS, STRATEGIES, Adapted, AdapterOnly
-from tests.callbacks.test_checkpoint import data, every, train, trainer_of, whole_data
+from tests.callbacks.test_checkpoint import data, every, steps_in, train, trainer_of, whole_data
 from tests.strategies.workers import Outcomes
 
 pytestmark = pytest.mark.processes
@@ -37,14 +40,18 @@ def test_a_resume_restores_all_that_state_dict_lacks(ranks: Outcomes, strategy: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_resumes_what_two_have_saved(ranks: Outcomes, tmp_path: Path, kind: str) -> None:
-    """From within the second epoch, whose rest is divided anew."""
+    """From within an epoch, whose rest is divided anew."""
+    ranks("averaging_ordinary"), ranks(f"averaging_{kind}")
+    folders = {name: ranks.folder(f"averaging_{name}") / "parts" for name in ("ordinary", kind)}
+    first, second = ({*steps_in(folder)} for folder in folders.values())
+    within = max(step for step in first & second if step % BATCHES)
 
     def resumed(name: str, module: Any) -> Any:
-        shutil.copytree(ranks.folder(f"averaging_{name}") / "parts", tmp_path / name)
-        return train(every(tmp_path / name, recover="step=16"), module=module)
+        shutil.copytree(folders[name], tmp_path / name)
+        return train(every(tmp_path / name, recover=f"step={within}"), module=module)
 
     expected, module = resumed("ordinary", Adapted()), resumed(kind, KINDS[kind]())
-    assert len(module.losses) >= BATCHES * EPOCHS - 16
+    assert len(module.losses) >= BATCHES * EPOCHS - within
     assert module.losses == expected.losses
     expected = tensors_of(expected)
     assert [name for name, value in tensors_of(module).items() if not torch.equal(value, expected[name])] == []
@@ -76,6 +83,22 @@ def test_a_commit_restores_what_state_dict_lacks() -> None:
     state_of(other).load_model(load, checkpoint, strict=False)
     expected = tensors_of(module)
     assert [name for name, value in tensors_of(other).items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_joining_rank_receives_what_state_dict_lacks(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(join, "packed", lambda state, copies: state)
+
+    class Joins(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.received: Any = JoinState(trainer).packed({})
+            trainer.should_stop = True
+
+    trainer_of(joins := Joins(), enable_checkpointing=False).fit(module := KINDS[kind](), data())
+    received, names = joins.received["tensors"], {"lora.weight", "net.0.weight"}  # renamed, left out or halved
+    expected = tensors_of(module)
+    assert names - {*received} == ({"lora.weight"} if kind == "adapter_only" else set())
+    assert [name for name, value in received.items() if not torch.equal(value, expected[name])] == []
 
 
 class Large(Adapted):

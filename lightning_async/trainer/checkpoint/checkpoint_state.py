@@ -39,6 +39,9 @@ ALIKE = frozenset({"parameters", "optimizer_states"})
 """The parts of the state that are equal on all ranks if the ranks take every step together."""
 _CHECKPOINT = {"epoch": int, "global_step": int, "loops": dict, "callbacks": dict, "state_dict": dict}
 _RESUME = {"where": str, "loaders": list, "unsaved": dict, "random": dict, "modes": dict, "combined": dict}
+_OPTIMIZER = {"state": dict, "param_groups": list}
+_AVERAGING = {"round": int, "num_rounds": int, "rule": str, "rule_state": dict, "parameters": list, "replicas": list}
+_CLOCKS = {"step": int, "epoch": int, "summary": dict, "rule_state": dict}
 _MOST_RANKS = 1 << 20
 # The entry of a checkpoint with the module's tensors by name. Exported files do not have it.
 _MODEL = "lightning_async_model"
@@ -345,16 +348,25 @@ def check_state(checkpoint: dict[str, Any], resume: Any, loops: dict[str, Any]) 
 
     ``loops`` is the present state of the Trainer's loops, with which those of the checkpoint are compared.
     """
-    wrong = [name for name, kind in _CHECKPOINT.items() if not isinstance(checkpoint.get(name), kind)]
+    wrong = _wrong_in(checkpoint, _CHECKPOINT)
     if not wrong and not _is_like(loops, checkpoint["loops"]):
         wrong = ["loops"]
     if resume is not None:
-        wrong += [name for name, kind in _RESUME.items() if not isinstance(resume.get(name), kind)]
+        wrong += _wrong_in(resume, _RESUME)
         dealt = resume.get("dealt", (0, 1))
         if any(type(count) is not int or not 0 <= count <= _MOST_RANKS for count in dealt):
             wrong.append("dealt")
+    wrong += [name for state in checkpoint.get("optimizer_states", ()) for name in _wrong_in(state, _OPTIMIZER)]
+    if (averaging := checkpoint.get("lightning_async")) is not None:
+        wrong += _wrong_in(averaging, _AVERAGING)
+        wrong += [name for clocks in averaging["replicas"] for name in _wrong_in(clocks, _CLOCKS)]
     if wrong:
         raise ValueError(f"{wrong} are not what a save writes there")
+
+
+def _wrong_in(value: Any, kinds: dict[str, type]) -> list[str]:
+    entries = value if isinstance(value, dict) else {}
+    return [name for name, kind in kinds.items() if not isinstance(entries.get(name), kind)]
 
 
 def _is_like(template: Any, value: Any) -> bool:

@@ -125,6 +125,8 @@ def tensors_left_out(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:  # its values have no address
+        return (id(tensor),)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
