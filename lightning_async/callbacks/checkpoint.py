@@ -108,8 +108,8 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             begins; hyper-parameters that are such objects are not saved, and a warning names them. ``"pickle"``: such
             objects are pickled, and checkpoints with them are loaded, which executes code in them.
         trainable_only: Leave out frozen parameters, for fine-tuning. A resume takes them from the module as it was
-            built, and compares them with those of the training that saved. Frozen parameters that have changed since
-            training began are saved. Default: False.
+            built, and compares a sample of each with the training that saved. A frozen parameter is saved if its
+            sample has changed since training began. Default: False.
 
     Raises:
         TypeError: A policy lacks a method, or an argument is of another type.

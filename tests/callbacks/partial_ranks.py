@@ -75,7 +75,7 @@ class Hooked(Adapted):
         checkpoint["state_dict"] = {n.replace("adapter", "lora"): v for n, v in checkpoint["state_dict"].items()}
 
 
-KINDS = {"prefixed": Prefixed, "adapter_only": AdapterOnly, "hooked": Hooked}
+KINDS = {"prefixed": Prefixed, "adapter_only": AdapterOnly, "hooked": Hooked, "trainable_only": Adapted}
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
     "averaging": lambda: together(DiLoCo(), EveryNSteps(4), overlap=False),
@@ -86,7 +86,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 def _scenario(kind: str, strategy: str) -> None:
     def run(folder: Path) -> Any:
-        return goes_on(folder, STRATEGIES[strategy], KINDS.get(kind, Adapted), keep=Latest(9))
+        settings = {"keep": Latest(9), "trainable_only": kind == "trainable_only"}
+        return goes_on(folder, STRATEGIES[strategy], KINDS.get(kind, Adapted), **settings)
 
     run.__name__ = f"{strategy}_{kind}"
     scenario(run)

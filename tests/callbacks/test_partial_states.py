@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.cli.main import main
@@ -48,11 +49,13 @@ def test_one_rank_resumes_what_two_have_saved(ranks: Outcomes, tmp_path: Path, k
 
     def resumed(name: str, module: Any) -> Any:
         shutil.copytree(folders[name], tmp_path / name)
-        return train(every(tmp_path / name, recover=f"step={within}"), module=module)
+        torch.manual_seed(11)
+        loader: Any = DataLoader(data().dataset, batch_size=4, shuffle=True, drop_last=True)
+        trainer_of(every(tmp_path / name, recover=f"step={within}")).fit(module, loader)
+        return module
 
     expected, module = resumed("ordinary", Adapted()), resumed(kind, KINDS[kind]())
-    assert len(module.losses) >= BATCHES * EPOCHS - within
-    assert module.losses == expected.losses
+    assert module.losses == expected.losses != {}
     expected = tensors_of(expected)
     assert [name for name, value in tensors_of(module).items() if not torch.equal(value, expected[name])] == []
 
@@ -97,7 +100,8 @@ def test_a_joining_rank_receives_what_state_dict_lacks(monkeypatch: pytest.Monke
     trainer_of(joins := Joins(), enable_checkpointing=False).fit(module := KINDS[kind](), data())
     received, names = joins.received["tensors"], {"lora.weight", "net.0.weight"}  # renamed, left out or halved
     expected = tensors_of(module)
-    assert names - {*received} == ({"lora.weight"} if kind == "adapter_only" else set())
+    own_names = {"adapter_only": {"lora.weight"}, "trainable_only": names}
+    assert names - {*received} == own_names.get(kind, set())
     assert [name for name, value in received.items() if not torch.equal(value, expected[name])] == []
 
 
