@@ -137,8 +137,7 @@ class TrainerState:
             return
         tensors = tensors_of(self._trainer.lightning_module)
         saved: dict[str, Tensor] = loaded["tensors"]
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        if wrong := [name for name, value in saved.items() if shapes.get(name) != value.shape]:
+        if wrong := [n for n, value in saved.items() if n not in tensors or tensors[n].shape != value.shape]:
             raise CheckpointError(f"The module has no parameters or buffers {wrong} of the shapes in the checkpoint.")
         for name, value in saved.items():
             tensors[name].copy_(value)
@@ -160,7 +159,7 @@ class TrainerState:
         if self._loaded is None or not (frozen := self._loaded["frozen"]):
             return
         parameters = dict(self._trainer.lightning_module.named_parameters())
-        now = _sampled({name: parameters[name] for name in frozen if name in parameters})
+        now = _sampled({name: parameters[name] for name in frozen.keys() & parameters.keys()})
         unlike = [name for name, value in frozen.items() if now.get(name) != value]
         if unlike and set(unlike) & set(self._loaded["keys"].values()):
             raise CheckpointError(
