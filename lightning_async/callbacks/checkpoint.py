@@ -107,6 +107,9 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             checkpoint in ``on_save_checkpoint``. ``"refuse"`` (default): an error names the first one when training
             begins; hyper-parameters that are such objects are not saved, and a warning names them. ``"pickle"``: such
             objects are pickled, and checkpoints with them are loaded, which executes code in them.
+        trainable_only: Leave out frozen parameters, for fine-tuning. A resume takes them from the module as it was
+            built, and compares a sample of each with the training that saved. A frozen parameter is saved if its
+            sample has changed since training began. Default: False.
 
     Raises:
         TypeError: A policy lacks a method, or an argument is of another type.
@@ -133,6 +136,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         good_after: int = 20,
         save_on_exception: bool = True,
         objects: Objects = "refuse",
+        trainable_only: bool = False,
     ) -> None:
         owner = type(self).__name__
         policy = save_policy(owner, save, every_n_train_steps, train_time_interval)
@@ -142,6 +146,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         check_choice(owner, "buffers", buffers, (1, 2))
         check_choice(owner, "objects", objects, get_args(Objects))
         check_bool(owner, "save_on_exception", save_on_exception)
+        check_bool(owner, "trainable_only", trainable_only)
         best = _best(keep)
         if recover is not None and not (recover.startswith("step=") and recover[5:].isdecimal()):
             check_choice(owner, "recover", recover, (*STRATEGIES, "step=N", None))
@@ -153,7 +158,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         check_int(self, "good_after", at_least=1)
         self.settings = Settings(
             os.fspath(dirpath), policy, keep, recover, busy, buffers, max_failures, good_after, best,
-            save_on_exception, objects,
+            save_on_exception, objects, trainable_only,
         )  # fmt: skip
         self._now: Checkpointing | None = None
         # Not in a fit: scripts load checkpoints after it, and loggers open their files before callbacks run.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_async.engine.buckets import Buckets, InFlightRound, ModelRound
 from lightning_async.engine.control_plane import ControlPlane
+from lightning_async.engine.replica import tensors_of
 from lightning_async.engine.shared_state import Mark, SharedState, Vote
 from lightning_async.engine.work_ledger import WorkLedger
 from lightning_async.flat import FlatLayout
@@ -199,13 +200,13 @@ class CheckpointMarkers:
 
         Args:
             replica: Result of the method `replica`.
-            tensors: This replica's own tensors, by their names in the module's ``state_dict``.
+            tensors: This replica's own tensors, by name.
             module: Module into which the tensors are copied.
         """
         buckets = self._control.buckets
         with buckets.alone(self._control.see), torch.no_grad():
-            for name, value in module.state_dict().items():
-                if isinstance(value, Tensor) and name in tensors:
+            for name, value in tensors_of(module).items():
+                if name in tensors:
                     value.copy_(tensors[name])
             if buckets.replica.reference.shape == replica["reference"].shape:  # buffers may be kept now, or not
                 buckets.replica.reference.copy_(replica["reference"])

@@ -591,6 +591,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return dict(held.values())
 
 
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a module by name, detached; a shared one once."""
+    return {n: t.detach() for n, t in (*module.named_parameters(), *persistent_buffers(module).items())}
+
+
 def own_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that no ``state_dict`` holds, by name, without those that cannot be written in place."""
     persistent = {id(buffer) for buffer in persistent_buffers(module).values()}

@@ -25,6 +25,7 @@ from lightning_async.errors import SettingsMismatch
 from lightning_async.horovod.collectives import Committed, HorovodCollectives, HorovodWorld, run_elastic
 from lightning_async.horovod.transport import HorovodTransport
 from lightning_async.trainer.checkpoint.checkpoint_recovery import MemoryIO
+from lightning_async.trainer.checkpoint.checkpoint_state import TrainerState
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import LastSafeState
 from lightning_async.trainer.data.samplers import resized, weight_of_the_last
@@ -112,6 +113,7 @@ class Commits(CollectiveCallback, Callback):
         self._every = every
         self._trainer = trainer
         self._strategy = strategy
+        self._state = TrainerState(trainer)
         self.exact = False
         """Whether every rank has the rank that it had at the commit."""
         self._resume: Resume | None = None
@@ -141,6 +143,7 @@ class Commits(CollectiveCallback, Callback):
         if stage == "fit" and self._beside() is None:
             self._resume = Resume(trainer)
             self._undo += self._resume.install()
+            self._undo.append(override(self._strategy, "load_model_state_dict", self._state.load_model))
 
     def _beside(self) -> FaultTolerantCheckpoint | None:
         """Return the Trainer's `FaultTolerantCheckpoint`, if any. Its `Resume` then also restores commits."""
@@ -221,6 +224,7 @@ class Commits(CollectiveCallback, Callback):
         strategy = self._strategy
         number = self._committed.value.number + 1
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self._state.add_left_out(checkpoint)
         if state.callbacks is not None:
             checkpoint["callbacks"] = state.callbacks
         # The loops have not begun yet.

@@ -27,7 +27,7 @@ from lightning_async.errors import AsyncTrainingError, DamagedCheckpoint
 from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.parameter_server.store import Store
 
-_FORMAT = 1
+_FORMAT = 2
 _KEPT = 2
 _LOCK_S = 30.0  # the lock of a server that was killed is free once the system has taken its memory back
 GONE = (

@@ -354,7 +354,7 @@ class Session:
             secret = os.environ.get(SECRET)
             self._publisher = publish(store, lambda: status_record_of(averager, strategy.live_ranks, run), secret)
         if (replica := self._saved.take_replica()) is not None:
-            self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
+            self.averager.marks.part(replica, replica["tensors"], self._strategy.module)
 
     def _go_on(self, generation: Generation, why: str) -> None:
         """Go on without lost ranks, and look for joining ranks, for which there may now be room.

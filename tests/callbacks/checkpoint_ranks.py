@@ -19,6 +19,7 @@ from lightning_async import DeltaMean, DiLoCo, EveryNSteps, SparseLoCo, Synchron
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
 from lightning_async.checkpoint.writer_process import DirectoryLock
+from lightning_async.engine.replica import tensors_of
 from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.errors import PeerLost
 from lightning_async.trainer.namespace import pl
@@ -165,7 +166,7 @@ def goes_on(
         "losses": [rest.losses[step] == whole.losses[step] for step in rest.losses],
         "tensors": {
             name: float((a - b).abs().sum())
-            for (name, a), b in zip(whole.state_dict().items(), rest.state_dict().values(), strict=True)
+            for (name, a), b in zip(tensors_of(whole).items(), tensors_of(rest).values(), strict=True)
         },
         "digest": problem.digest(rest),
     }

@@ -341,12 +341,17 @@ def forge(folder: Path, change: Callable[[Any], object]) -> None:
     assert newest.manifest is not None
     loaded = load(store, newest, 0)
     change(loaded.own)
+    own: Any = loaded.own
+    if (states := own.pop("optimizer_states", None)) is not None:
+        loaded.shared["optimizer_states"] = states
     store.files.remove(newest.path)
     writer = Writer(folder)
     writer.save(SaveJob(newest.number, newest.step, "forged", (0,), loaded.shared, loaded.own, asdict(newest.manifest)))
     assert [result.error for result in writer.close(60.0)] == [None]
 
 
+AVERAGING = {"round": 1, "num_rounds": 1, "rule": "Mean", "rule_state": {}, "parameters": []}
+CLOCKS: dict[str, Any] = {"step": 1, "epoch": 0, "summary": {}, "rule_state": {}}
 WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "no checkpoint": lambda own: own.pop("checkpoint"),
     "no step": lambda own: own["checkpoint"].update(global_step="ten"),
@@ -354,6 +359,10 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a negative count": lambda own: own["checkpoint"]["loops"]["fit_loop"]["epoch_progress"]["total"].update(ready=-1),
     "a word for a count": lambda own: own["checkpoint"]["loops"]["fit_loop"].update(epoch_progress="first"),
     "no loaders": lambda own: own["resume"].update(loaders=3),
+    "a word for an optimizer": lambda own: own.update(optimizer_states=["Adam"]),
+    "an optimizer without groups": lambda own: own.update(optimizer_states=[{"state": {}, "param_groups": None}]),
+    "a word for averaging": lambda own: own.update(averaging="DiLoCo"),
+    "a word for a step": lambda own: own.update(averaging=AVERAGING, clocks={**CLOCKS, "step": "ten"}),
     "a hundred million ranks": lambda own: own["resume"].update(dealt=(0, 10**8)),
 }
 

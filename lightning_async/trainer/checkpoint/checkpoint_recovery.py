@@ -97,9 +97,7 @@ class CheckpointRecovery:
             checkpoint, resume = loaded[1]
         else:
             store.verify(entry)
-            checkpoint, resume = whole(
-                store, entry, names_of(self._trainer), pickles=self._settings.objects == "pickle"
-            )
+            checkpoint, resume = self._whole(store, entry)
         if self._trainer.state.fn == "fit":
             reopens = self._reopens(checkpoint, resume, entry)
             if reopens:
@@ -110,15 +108,20 @@ class CheckpointRecovery:
 
     def _read(self, entry: CheckpointEntry) -> None:
         """Load a checkpoint for `load`; raise ValueError if it does not hold what this program saves."""
-        pickles = self._settings.objects == "pickle"
         try:
-            checkpoint, resume = whole(self._store, entry, names_of(self._trainer), pickles=pickles)
+            checkpoint, resume = self._whole(self._store, entry)
             check_state(checkpoint, resume, self._trainer._checkpoint_connector._get_loops_state_dict())
         except CheckpointError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ValueError(f"it does not hold what a checkpoint must: {type(error).__name__}: {error}") from error
         self._loaded = (entry.path, (checkpoint, resume))
+
+    def _whole(self, store: CheckpointStore, entry: CheckpointEntry) -> tuple[dict[str, Any], Any]:
+        trainer = self._trainer
+        return whole(
+            store, entry, names_of(trainer), trainer.lightning_module, pickles=self._settings.objects == "pickle"
+        )
 
     def _reopens(self, checkpoint: dict[str, Any], resume: Any, entry: CheckpointEntry) -> bool:
         """Return whether a resume continues the epoch in which training stopped, instead of beginning the next epoch.

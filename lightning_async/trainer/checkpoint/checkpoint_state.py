@@ -1,13 +1,18 @@
 """The state that Lightning saves, divided into two trees: one equal on all ranks, and one of each rank.
 
 A Lightning checkpoint is one dict, which rank 0 writes. `TrainerState` divides this dict into the two trees, and
-restores the Trainer from such a dict. `joined` and `whole` merge the two trees into a Lightning checkpoint again.
+restores the Trainer from such a dict. `whole` merges the two trees into a Lightning checkpoint again.
+
+A user's ``state_dict`` may have other keys than the module has tensors: with a prefix, or of an adapter only. So the
+module's tensors are saved by their own names, and each key of the ``state_dict`` refers to a name. What was trained is
+always saved. What the ``state_dict`` leaves out is restored by name, after Lightning has restored the rest.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +23,15 @@ from lightning_async.checkpoint.shards import load, load_own
 from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
 from lightning_async.comm.serialization import flatten
 from lightning_async.data.random_states import Generators
-from lightning_async.engine.replica import kept_buffers
+from lightning_async.engine.fingerprint import digests
+from lightning_async.engine.replica import kept_buffers, tensors_of
+from lightning_async.errors import CheckpointError
 from lightning_async.trainer.environment.environments import StableIds
 from lightning_async.trainer.loops.averaged_models import averaged_models_of
-from lightning_async.trainer.loops.loop_state import has_none, without_own
+from lightning_async.trainer.loops.loop_state import has_none, names_in, tensors_left_out, without_own
 from lightning_async.trainer.namespace import callbacks_of
+
+log = logging.getLogger(__name__)
 
 REPLICAS = frozenset({"parameters"})
 """The parts of the state that are equal on all ranks at a sync point, if each rank has its own optimizer state."""
@@ -32,7 +41,14 @@ _CHECKPOINT = {"epoch": int, "global_step": int, "loops": dict, "callbacks": dic
 _RESUME = {
     "where": str, "loaders": list, "unsaved": dict, "random": dict, "modes": dict, "combined": dict, "dealt": list,
 }  # fmt: skip
+_OPTIMIZER = {"state": dict, "param_groups": list}
+_AVERAGING = {"round": int, "num_rounds": int, "rule": str, "rule_state": dict, "parameters": list, "replicas": list}
+_CLOCKS = {"step": int, "epoch": int, "summary": dict, "rule_state": dict}
 _MOST_RANKS = 1 << 20
+# The entry of a checkpoint with the module's tensors by name. Exported files do not have it.
+_MODEL = "lightning_async_model"
+# At most twice this number of elements, evenly spaced, identify the values of a frozen parameter.
+_SAMPLE = 4096
 _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 
 
@@ -42,11 +58,19 @@ class TrainerState:
     Args:
         trainer: The Trainer.
         pickles: Whether hyper-parameters are saved that can be saved only by pickling. Default: False.
+        trainable_only: Whether parameters that training has never changed are left out. Default: False, they are left
+            out only if the module's ``state_dict`` leaves them out.
     """
 
-    def __init__(self, trainer: Any, pickles: bool = False) -> None:
+    def __init__(self, trainer: Any, pickles: bool = False, trainable_only: bool = False) -> None:
         self._trainer = trainer
         self._pickles = pickles
+        self._trainable_only = trainable_only
+        self.trained: set[str] = set()
+        """The names of parameters that this training has changed, before a resume as well."""
+        self._frozen: dict[str, int] = {}
+        """Digests of the parameters that are left out, as they were when training began."""
+        self._loaded: dict[str, Any] | None = None
 
     def capture(
         self, alike: frozenset[str], callbacks: dict[str, Any] | None = None
@@ -70,13 +94,89 @@ class TrainerState:
         shared: dict[str, Any] = {}
         if "optimizer_states" in alike and "optimizer_states" in own:
             shared["optimizer_states"] = own.pop("optimizer_states")
+        parameters = self._divide_model(own)
         if "parameters" in alike:
-            key = _model_in(own)
-            state = own[key]
-            names = {name for name, _ in self._trainer.lightning_module.named_parameters(remove_duplicate=False)}
-            shared["parameters"] = {name: value for name, value in state.items() if name in names}
-            own[key] = _like(state, {name: value for name, value in state.items() if name not in names})
+            shared["parameters"] = parameters
+        else:
+            own[_MODEL]["tensors"] |= parameters
         return shared, own
+
+    def _divide_model(self, own: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the parameters to save; replace the ``state_dict`` in ``own`` by its keys and the buffers by name."""
+        module = self._trainer.lightning_module
+        tensors = tensors_of(module)
+        parameters = dict(module.named_parameters())
+        key = _model_in(own)
+        keys = names_in(own[key], tensors)
+        trains = sorted(name for name, parameter in parameters.items() if parameter.requires_grad)
+        self.trained.update(trains)
+        listed = set() if self._trainable_only else set(keys.values())
+        # A frozen parameter may be changed otherwise than by an optimizer, as a teacher's are, which are means.
+        now = _sampled({name: p for name, p in parameters.items() if name not in self.trained and name not in listed})
+        self.trained.update(name for name, value in now.items() if self._frozen.setdefault(name, value) != value)
+        own[key] = _like(own[key], {name: value for name, value in own[key].items() if keys[name] is None})
+        own[_MODEL] = {
+            "keys": keys,
+            "tensors": {name: tensor for name, tensor in tensors.items() if name not in parameters},
+            "trains": trains,
+            "trained": sorted(self.trained),
+            "frozen": {name: value for name, value in now.items() if name not in self.trained},
+        }
+        return {name: tensors[name] for name in parameters if name in listed or name in self.trained}
+
+    def add_left_out(self, checkpoint: dict[str, Any]) -> None:
+        """Add the tensors that the ``state_dict`` of a Lightning checkpoint leaves out, for `load_model`."""
+        rest = tensors_left_out(checkpoint[_model_in(checkpoint)], tensors_of(self._trainer.lightning_module))
+        checkpoint[_MODEL] = {"tensors": rest, "trained": sorted(self.trained), "frozen": {}}
+
+    def load_model(self, original: Callable[..., None], checkpoint: dict[str, Any], strict: bool = True) -> None:
+        """Load the model as Lightning does; then load the tensors that the module's ``state_dict`` leaves out.
+
+        ``original`` is the strategy's method ``load_model_state_dict``, which this one patches.
+        """
+        original(checkpoint, strict=strict)
+        if (loaded := checkpoint.get(_MODEL)) is None:
+            return
+        tensors = tensors_of(self._trainer.lightning_module)
+        saved: dict[str, Tensor] = loaded["tensors"]
+        if wrong := [n for n, value in saved.items() if n not in tensors or tensors[n].shape != value.shape]:
+            raise CheckpointError(f"The module has no parameters or buffers {wrong} of the shapes in the checkpoint.")
+        for name, value in saved.items():
+            tensors[name].copy_(value)
+        self.trained.update(loaded["trained"])
+        self._loaded = loaded
+        # In a fit, ranks become equal first.
+        if self._trainer.state.fn != "fit":
+            self.check_frozen()
+
+    def check_frozen(self) -> None:
+        """Compare the parameters that the loaded checkpoint leaves out with those of the training that saved it.
+
+        Log a warning if this training trains other parameters, or if the ``state_dict`` leaves out parameters which
+        differ.
+
+        Raises:
+            CheckpointError: Parameters differ that ``trainable_only`` has left out.
+        """
+        if self._loaded is None or not (frozen := self._loaded["frozen"]):
+            return
+        parameters = dict(self._trainer.lightning_module.named_parameters())
+        now = _sampled({name: parameters[name] for name in frozen.keys() & parameters.keys()})
+        unlike = [name for name, value in frozen.items() if now.get(name) != value]
+        if unlike and set(unlike) & set(self._loaded["keys"].values()):
+            raise CheckpointError(
+                f"The checkpoint holds only what was trained, and parameters {unlike} of this module are missing, or "
+                "have other values than in the training that saved it. Build the module with the same pretrained "
+                "weights; a new training needs a directory of its own, or `recover=None`."
+            )
+        trains = {name for name, parameter in parameters.items() if parameter.requires_grad}
+        for names, what in (
+            (unlike, "are left out by `state_dict`, and differ from those of the training that saved the checkpoint"),
+            (sorted(trains.difference(self._loaded["trains"])), "are trained, and were frozen in the checkpoint"),
+            (sorted(set(self._loaded["trains"]) - trains), "are frozen, and were trained in the checkpoint"),
+        ):
+            if names:
+                log.warning("Rank %d: parameters %s %s.", self._trainer.global_rank, names, what)
 
     def restore(self, checkpoint: dict[str, Any], resume: dict[str, Any] | None) -> None:
         """Restore model, optimizers, schedulers and scaler from a checkpoint; loops and data keep their position.
@@ -165,17 +265,6 @@ class TrainerState:
         return Generators(devices=self._trainer.strategy.root_device.type == "cuda")
 
 
-def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Merge the two trees of `TrainerState.capture`, and return them as one Lightning checkpoint."""
-    checkpoint = dict(own)
-    if "optimizer_states" in shared:
-        checkpoint["optimizer_states"] = shared["optimizer_states"]
-    if "parameters" in shared:
-        key = _model_in(own)
-        checkpoint[key] = _like(own[key], {**shared["parameters"], **own[key]})
-    return checkpoint
-
-
 def _model_in(checkpoint: dict[str, Any]) -> str:
     """Return the key under which a checkpoint holds the model's weights.
 
@@ -185,7 +274,12 @@ def _model_in(checkpoint: dict[str, Any]) -> str:
 
 
 def whole(
-    store: CheckpointStore, entry: CheckpointEntry, names: StableIds, mapped: bool = False, pickles: bool = False
+    store: CheckpointStore,
+    entry: CheckpointEntry,
+    names: StableIds,
+    module: nn.Module | None = None,
+    mapped: bool = False,
+    pickles: bool = False,
 ) -> tuple[dict[str, Any], Any]:
     """Return ``(checkpoint, resume)``: Lightning's checkpoint for this rank, and this rank's state for `Resume`.
 
@@ -197,6 +291,8 @@ def whole(
         store: The checkpoints.
         entry: The checkpoint. If ``pickles`` is True, the caller must have verified it.
         names: Stable ids of the ranks, among them this rank's.
+        module: The module to restore. Parameters that were not saved get the values that they have in it. Default:
+            None, these parameters are left out, and the checkpoint has only the keys that Lightning would save.
         mapped: Whether tensors are views of local files, see `shards.load`. Default: False.
         pickles: Whether to load pickled objects, see `shards.load`. Default: False.
     """
@@ -211,20 +307,30 @@ def whole(
         first = next((rank for rank in ranks if not has_none(resumes[rank])), ranks[0])
         own = load_own(store, entry, first, mapped=mapped, pickles=pickles)
     took_part = loaded.manifest.world_size == names.started and own is loaded.own
-    checkpoint = joined(loaded.shared, own["checkpoint"])
+    checkpoint: dict[str, Any] = dict(own["checkpoint"])
+    if "optimizer_states" in loaded.shared:
+        checkpoint["optimizer_states"] = loaded.shared["optimizer_states"]
+    model = checkpoint.pop(_MODEL)
+    tensors: dict[str, Tensor] = {**loaded.shared.get("parameters", {}), **model["tensors"]}
     averaging: Any = loaded.shared.get("averaging") or own.get("averaging")
     replica = None
-    state = checkpoint[_model_in(checkpoint)]
     if took_part and "replica" in own:
-        tensors = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
-        replica = {**own["replica"], "state_dict": tensors}
+        replica = {**own["replica"], "tensors": {name: value.clone() for name, value in tensors.items()}}
     # Each rank has saved a share of the agreed state, and all shares together replace this rank's weights.
     if own.get("agreed") is not None:
         shares: list[Any] = [load_own(store, entry, each, "agreed", mapped=mapped, pickles=pickles) for each in ranks]
-        averaging, model = _assembled(shares)
-        for name, value in model.items():
-            target = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
+        averaging, agreed = _assembled(shares)
+        for name, value in agreed.items():
+            target = torch.view_as_real(tensors[name]) if tensors[name].is_complex() else tensors[name]
             target.copy_(value.view(target.shape))
+    key = _model_in(checkpoint)
+    present = {**({} if module is None else tensors_of(module)), **tensors}
+    places = {place: name for place, name in model["keys"].items() if name is None or name in present}
+    state = checkpoint[key]
+    checkpoint[key] = _like(state, {k: state[k] if name is None else present[name] for k, name in places.items()})
+    if module is not None:
+        rest = {name: value for name, value in tensors.items() if places.get(name) != name}
+        checkpoint[_MODEL] = {**model, "tensors": rest}
     # The strategy reads this entry when Lightning restores the checkpoint.
     if averaging is not None:
         clocks = own["clocks"] if took_part else without_own(own["clocks"])
@@ -243,15 +349,24 @@ def check_state(checkpoint: dict[str, Any], resume: Any, loops: dict[str, Any]) 
 
     ``loops`` is the present state of the Trainer's loops, with which those of the checkpoint are compared.
     """
-    wrong = [name for name, kind in _CHECKPOINT.items() if not isinstance(checkpoint.get(name), kind)]
+    wrong = _wrong_in(checkpoint, _CHECKPOINT)
     if not wrong and not _is_like(loops, checkpoint["loops"]):
         wrong = ["loops"]
     if resume is not None:
-        wrong += [name for name, kind in _RESUME.items() if not isinstance(resume.get(name), kind)]
+        wrong += _wrong_in(resume, _RESUME)
         if any(type(count) is not int or not 0 <= count <= _MOST_RANKS for count in resume.get("dealt", ())):
             wrong.append("dealt")
+    wrong += [name for state in checkpoint.get("optimizer_states", ()) for name in _wrong_in(state, _OPTIMIZER)]
+    if (averaging := checkpoint.get("lightning_async")) is not None:
+        wrong += _wrong_in(averaging, _AVERAGING)
+        wrong += [name for clocks in averaging["replicas"] for name in _wrong_in(clocks, _CLOCKS)]
     if wrong:
         raise ValueError(f"{wrong} are not what a save writes there")
+
+
+def _wrong_in(value: Any, kinds: dict[str, type]) -> list[str]:
+    entries = value if isinstance(value, dict) else {}
+    return [name for name, kind in kinds.items() if not isinstance(entries.get(name), kind)]
 
 
 def _is_like(template: Any, value: Any) -> bool:
@@ -296,6 +411,12 @@ def _like(state: Any, values: dict[str, Any]) -> Any:
     if hasattr(state, "_metadata"):
         new._metadata = state._metadata
     return new
+
+
+def _sampled(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Return a digest of some elements of each tensor; a change of all elements gives another one."""
+    parts = (each.detach().reshape(-1)[:: max(1, each.numel() // _SAMPLE)] for each in tensors.values())
+    return dict(zip(tensors, digests(parts), strict=True))
 
 
 def _travels(value: object) -> bool:

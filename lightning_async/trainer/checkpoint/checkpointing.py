@@ -68,7 +68,7 @@ class Checkpointing:
         self._call = call
         self.store = CheckpointStore(settings.dirpath)
         self.resume = Resume(trainer)
-        self._state = TrainerState(trainer, pickles=settings.objects == "pickle")
+        self._state = TrainerState(trainer, settings.objects == "pickle", settings.trainable_only)
         self._recovery = CheckpointRecovery(trainer, settings, self.store, self.resume)
         self.saver: Saver | None = None
         self._pace: SaveCoordinator | None = None
@@ -92,6 +92,7 @@ class Checkpointing:
         reader = DirectoryIO(strategy.checkpoint_io, self._recovery.load)
         self._undo.append(override(strategy, "teardown", self._tear_down))
         self._undo.append(set_for_now(strategy, "_checkpoint_io", reader))
+        self._undo.append(override(strategy, "load_model_state_dict", self._state.load_model))
         # A fast development run must leave no files.
         if trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
@@ -152,7 +153,8 @@ class Checkpointing:
 
     def for_joining_ranks(self) -> dict[str, Any]:
         """Return the values that a joining rank needs for `come`; called on a live rank at a sync point."""
-        told = {**self._directory.for_joining_ranks(), "number": self._number}
+        trained = sorted(self._state.trained)
+        told = {**self._directory.for_joining_ranks(), "number": self._number, "trained": trained}
         return told if self._pace is None else {**told, "number": self._pace.known, "group": list(self._pace.group)}
 
     def come(self, told: dict[str, Any]) -> None:
@@ -162,6 +164,7 @@ class Checkpointing:
         """
         self._directory.join(told)
         self._number = told["number"]
+        self._state.trained.update(told["trained"])
         self._start_saver()
 
     def _begin(self, original: Any) -> None:
@@ -174,6 +177,7 @@ class Checkpointing:
         trainer = self._trainer
         if self._recovery.entry is not None and trainer.is_global_zero:
             continue_files(trainer.loggers, trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self._state.check_frozen()
         if self.saver is not None:
             apart = view_of(trainer.strategy).averager is not None
             # Reserve before the first batch, so that a value that cannot be saved or a lack of memory shows now.
@@ -239,7 +243,9 @@ class Checkpointing:
             return None
         if entry is None:
             return None
-        checkpoint, resume = whole(self.store, entry, self._names, pickles=self._settings.objects == "pickle")
+        checkpoint, resume = whole(
+            self.store, entry, self._names, self._trainer.lightning_module, pickles=self._settings.objects == "pickle"
+        )
         self._state.restore(checkpoint, resume)
         return entry.step
 

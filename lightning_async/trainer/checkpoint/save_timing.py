@@ -42,6 +42,7 @@ class Settings:
     best: Best | None
     on_exception: bool
     objects: str
+    trainable_only: bool
 
     def compared(self) -> str:
         """Return the settings that must be equal on all ranks, as text.

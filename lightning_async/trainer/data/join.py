@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_async.checkpoint.buffers import Buffer
 from lightning_async.engine.collectives import Packed, packed
 from lightning_async.trainer.loops.averaged_models import averages_of
-from lightning_async.trainer.loops.loop_state import LoggedValues
+from lightning_async.trainer.loops.loop_state import LoggedValues, tensors_left_out
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.loops.updates import updates_of
 
@@ -47,10 +47,11 @@ class JoinState:
         trainer = self._trainer
         module = trainer.lightning_module
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        state = checkpoint.get("current_model_state", checkpoint["state_dict"])
         # Hyper-parameters are the joining rank's own, and may be objects that cannot be sent.
         own = {
             "checkpoint": {key: value for key, value in checkpoint.items() if key not in _NOT_SENT},
-            "tensors": {name: t for name, t in _tensors(module).items() if name not in checkpoint["state_dict"]},
+            "tensors": tensors_left_out(state, _tensors(module)),
             "averages": [_tensors(average) for average in averages_of(trainer)],
             "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
             "directories": [str(getattr(callback, "dirpath", None) or "") for callback in trainer.callbacks],

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_async.data.random_states import of_another
@@ -100,6 +100,29 @@ def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
         share = {"distributed": {**share, "rank": part}, "sequential": share}.get(share["kind"])
     of_the_rank = {"drawn": {}, "random": None, "seed": None, "workers": {}, "first": {}}
     return {**position, **of_the_rank, "share": share, "dataset": None, "state": None}
+
+
+def names_in(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, str | None]:
+    """Return, for each key of a ``state_dict``, the name of the module's tensor that it holds; None for other values.
+
+    Args:
+        state: The ``state_dict``, which refers to the module's tensors. Copies count as other values.
+        tensors: The module's tensors, by name.
+    """
+    names = {_memory_of(tensor): name for name, tensor in tensors.items()}
+    return {key: names.get(_memory_of(value)) if isinstance(value, Tensor) else None for key, value in state.items()}
+
+
+def tensors_left_out(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the module's tensors that a ``state_dict`` renames, copies or leaves out, by name; see `names_in`."""
+    names = names_in(state, tensors)
+    return {name: tensor for name, tensor in tensors.items() if names.get(name) != name}
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:  # its values have no address
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class Modes:
