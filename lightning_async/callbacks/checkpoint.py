@@ -25,6 +25,7 @@ from lightning_async.trainer.checkpoint.checkpoint_recovery import load_folders
 from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.loops.loggers import keep_files_until_saved
+from lightning_async.trainer.loops.model_checkpoint import FILES
 from lightning_async.trainer.loops.preemption import TRY_AGAIN
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import check_object, pytorch
@@ -189,6 +190,10 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             )
         if self._now is not None:
             self._now.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        paths = [] if self._now is None else self._now.written.paths
+        return {FILES: paths} if paths else {}
 
     def for_joining_ranks(self) -> dict[str, Any]:
         return {} if self._now is None else self._now.for_joining_ranks()
