@@ -299,7 +299,7 @@ class BackgroundAverager(SyncPointParticipant):
         if isinstance(message, LocalMessage) and message.due and whole and not arrived.is_consensus:
             chosen = self.agreed.rule.chosen(arrived.round)
             self.summary.settings = {"period_steps": message.steps, "step_s": self._step_s, **chosen}
-        return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
+        return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_name.values())
 
     def _count_unmerged(self) -> None:
         """Add the rounds that were not merged on their own (`UnmergedRound`) to the summary.
@@ -375,6 +375,7 @@ class BackgroundAverager(SyncPointParticipant):
     def clocks(self) -> dict[str, Any]:
         with self._box.changed:
             self._count_unmerged()  # the round that a save belongs to may be one of them
+            self.summary.lost_samples = self._box.lost_samples
         self.summary.elapsed_s = self.started_at and self._now() - self.started_at
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
@@ -420,6 +421,7 @@ class BackgroundAverager(SyncPointParticipant):
         box.steps_then = box.steps = float(self.step)
         box.mean_steps = float(clocks.get("mean_steps", self.step))
         box.samples = self.summary.samples
+        box.lost_samples = self.summary.lost_samples
 
 
 class Merger:
