@@ -36,12 +36,12 @@ from tests.callbacks.test_checkpoint import (
     EPOCHS,
     data,
     every,
-    in_child,
     steps_in,
     train,
     trainer_of,
     whole_data,
 )
+from tests.support import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -524,25 +524,29 @@ several_callbacks = pytest.mark.filterwarnings(
 )
 
 
-@several_callbacks
-@pytest.mark.timeout(200)
+def live(folder: str, stop: int) -> list[list[str]]:
+    """Train beside four callbacks of Lightning's, die at a step, and return the names of their best and last files."""
+    place = Path(folder)
+    theirs = [
+        lightnings(place / "best", monitor="score", save_top_k=2, save_last=True),
+        lightnings(place / "links", monitor="score", mode="max", save_top_k=3, save_last="link"),
+        lightnings(place / "all", save_top_k=-1),
+        pl.callbacks.ModelCheckpoint(place / "newest", every_n_train_steps=3, save_last=True),
+    ]
+    kill = At(stop, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    train(every(place / "saved", 5), *theirs, kill, module=Scored())
+    return [[Path(each.best_model_path).name, Path(each.last_model_path).name] for each in theirs]
+
+
 def test_model_checkpoints_of_five_lives_are_those_of_one(tmp_path: Path) -> None:
     """Killed at 3, before the first checkpoint of ours, and at three other steps."""
-
-    def life(name: str, stop: int) -> list[Any]:
-        theirs = [
-            lightnings(tmp_path / name / "best", monitor="score", save_top_k=2, save_last=True),
-            lightnings(tmp_path / name / "links", monitor="score", mode="max", save_top_k=3, save_last="link"),
-            lightnings(tmp_path / name / "all", save_top_k=-1),
-            pl.callbacks.ModelCheckpoint(tmp_path / name / "newest", every_n_train_steps=3, save_last=True),
-        ]
-        kill = At(stop, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        train(every(tmp_path / "saved" / name, 5), *theirs, kill, module=Scored())
-        return [[Path(each.best_model_path).name, Path(each.last_model_path).name] for each in theirs]
-
-    for stop in (3, 9, 14, 19):
-        assert in_child(lambda stop=stop: life("parts", stop)) == -signal.SIGKILL
-    assert life("parts", -1) == life("whole", -1)
+    told = {}
+    for name, stop in (("parts", 3), ("parts", 9), ("parts", 14), ("parts", 19), ("parts", -1), ("whole", -1)):
+        arguments = {"folder": str(tmp_path / name), "stop": stop}
+        (life,) = run_ranks(f"{__name__}:live", 1, kwargs=arguments, timeout=120.0, launched=False, check=False)
+        assert life.returncode == (0 if stop == -1 else -signal.SIGKILL), life
+        told[name] = life.value
+    assert told["parts"] == told["whole"]
     for kind, names in {
         "best": ["last.ckpt", "step=24.ckpt", "step=6.ckpt"],
         "links": ["last.ckpt", "step=14.ckpt", "step=22.ckpt", "step=4.ckpt"],
