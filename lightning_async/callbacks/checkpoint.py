@@ -21,11 +21,10 @@ from lightning_async.algorithms import (
 from lightning_async.checkpoint.recovery import STRATEGIES, candidates
 from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.checkpoint.checkpoint_recovery import load_folders
+from lightning_async.trainer.checkpoint.checkpoint_recovery import FILES, load_folders
 from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.loops.loggers import keep_files_until_saved
-from lightning_async.trainer.loops.model_checkpoint import FILES
 from lightning_async.trainer.loops.preemption import TRY_AGAIN
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import check_object, pytorch

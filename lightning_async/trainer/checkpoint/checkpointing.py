@@ -24,7 +24,7 @@ from lightning_async.errors import (
     PeerLost,
     SettingsMismatch,
 )
-from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointRecovery, DirectoryIO
+from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointRecovery, DirectoryIO, WrittenFiles
 from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, TrainerState, left_out, whole
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import StepPhase
@@ -40,7 +40,6 @@ from lightning_async.trainer.checkpoint.saves import (
 from lightning_async.trainer.environment.environments import StableIds, names_of
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.loops.loggers import continue_files
-from lightning_async.trainer.loops.model_checkpoint import WrittenFiles
 from lightning_async.trainer.loops.preemption import TRY_AGAIN, Preemption
 from lightning_async.trainer.namespace import Undo, in_words, override, pytorch, searches_lr, set_for_now, take_back
 from lightning_async.trainer.strategy_view import view_of
