@@ -68,7 +68,7 @@ $(VENV)/.ready-%: pyproject.toml $(NATIVE) $(VENV)/.torch
 	@touch $@
 
 demo: $(VENV)/.ready-demo
-	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
+	$(BIN)/python examples/char_lm.py --beside-one $(DEMO_ARGS)
 
 # What no run of many tests has: numbers, other people's models, and what runs alone.
 SHARED := not benchmark and not project and not alone

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from typing import Any
 
 import lightning.pytorch as pl  # or: import pytorch_lightning as pl
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -186,6 +188,53 @@ class CharLM(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Clock(Callback):
+    """A callback that logs, with every validation, the seconds since training began."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.start = time.perf_counter()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            pl_module.log("val/seconds", time.perf_counter() - self.start)
+
+
+def train_alone(options: argparse.Namespace) -> Path:
+    """Train in one process, with as many steps as each replica has taken; return the file of its metrics."""
+    out = options.out / "alone"
+    command = ["--strategy=auto", "--devices=1", f"--max-steps={options.max_steps}", f"--out={out}"]
+    # A launcher's variables would make this process one of its ranks.
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "HOROVOD_", "OMPI_", "PMI", "PMIX_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    subprocess.run([sys.executable, __file__, *command], check=True, env=environment)
+    return max(out.glob("version_*/metrics.csv"), key=lambda path: path.stat().st_mtime)
+
+
+def draw_over_time(runs: dict[str, Path], out: Path) -> Path:
+    """Draw validation loss and accuracy of each run over the seconds of its training; ``runs`` are files by name."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from lightning_async.monitor.plot import read_metrics
+
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = {"val/loss": "validation loss", "val/accuracy": "next characters right"}
+    for index, (metric, title) in enumerate(panels.items(), start=1):
+        axes = figure.add_subplot(1, len(panels), index)
+        for name, path in runs.items():
+            series = read_metrics(path)
+            axes.plot(series["val/seconds"][1], series[metric][1], label=name, marker="o", markersize=4)
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("seconds of training")
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(out, dpi=110)
+    return out
+
+
 def make_strategy(options: Any) -> Any:
     """Return the strategy's name, or for "async_averaging" the strategy with its options."""
     from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean
@@ -214,6 +263,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--transport", choices=["auto", "torch", "horovod"], default="auto", help="of averaging")
     parser.add_argument("--max-steps", type=int, default=800, metavar="STEPS", help="a replica's steps in all")
+    parser.add_argument("--beside-one", action="store_true", help="train one process, too, and draw both over time")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="metrics and picture")
     return parser.parse_args(argv)
 
@@ -231,11 +281,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         devices=options.devices,
         strategy=make_strategy(options),
         max_steps=options.max_steps,
-        val_check_interval=max(options.max_steps // 5, min(options.max_steps, 40)),  # a short run: once, at its end
+        val_check_interval=max(options.max_steps // 8, min(options.max_steps, 40)),  # a short run: once, at its end
         check_val_every_n_epoch=None,
         log_every_n_steps=5,
         logger=logger,
-        callbacks=[TQDMProgressBar(refresh_rate=10 if sys.stdout.isatty() else 100)],
+        callbacks=[Clock(), TQDMProgressBar(refresh_rate=10 if sys.stdout.isatty() else 100)],
         enable_checkpointing=False,
         enable_model_summary=False,
     )
@@ -249,10 +299,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if trainer.is_global_zero:
         from lightning_async.monitor.plot import plot_run
 
-        picture = plot_run(Path(logger.log_dir) / "metrics.csv", options.out / "run.png")
+        metrics = Path(logger.log_dir) / "metrics.csv"
+        pictures = [plot_run(metrics, options.out / "rounds.png")]
         loss, accuracy = (float(trainer.callback_metrics[name]) for name in ("val/loss", "val/accuracy"))
         print(f"Next character right: {accuracy:.1%} (validation loss {loss:.3f}), {time.perf_counter() - start:.0f} s")
-        print(f"Metrics: {logger.log_dir}/metrics.csv\nPicture: {picture}")
+        if options.beside_one:
+            print("The same model in one process:")
+            runs = {f"{options.devices} replicas": metrics, "one process": train_alone(options)}
+            pictures.insert(0, draw_over_time(runs, options.out / "run.png"))
+        print(f"Metrics: {metrics}\nPictures: {', '.join(map(str, pictures))}")
 
 
 if __name__ == "__main__":

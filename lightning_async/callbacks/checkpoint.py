@@ -21,7 +21,7 @@ from lightning_async.algorithms import (
 from lightning_async.checkpoint.recovery import STRATEGIES, candidates
 from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.checkpoint.checkpoint_recovery import load_folders
+from lightning_async.trainer.checkpoint.checkpoint_recovery import FILES, load_folders
 from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.loops.loggers import keep_files_until_saved
@@ -194,6 +194,10 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             )
         if self._now is not None:
             self._now.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        paths = [] if self._now is None else self._now.written.paths
+        return {FILES: paths} if paths else {}
 
     def for_joining_ranks(self) -> dict[str, Any]:
         return {} if self._now is None else self._now.for_joining_ranks()

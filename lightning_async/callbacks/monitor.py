@@ -1,4 +1,4 @@
-"""Metrics of averaging, in every logger and in the progress bar."""
+"""Metrics of averaging, in every logger and in `trainer.callback_metrics`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _EMPTY = (
 class AveragingMonitor(Callback):
     """A callback that logs the strategy's running totals after every round.
 
-    The progress bar shows two of them: the number of rounds (of windows, with `AsyncGradientStrategy`) and the hidden
-    share; with parameter servers, the version of the weights and the lag of pushes. For each fit, the strategy adds
-    this callback to a Trainer that has none. The names of the metrics are:
+    Two of them are in ``trainer.callback_metrics``, too: the number of rounds (of windows, with
+    `AsyncGradientStrategy`) and the hidden share; with parameter servers, the version of the weights and the lag of
+    pushes. For each fit, the strategy adds this callback to a Trainer that has none. The names of the metrics are:
 
     - ``averaging/rounds``, ``/failed_rounds`` and ``/round_s``: number of rounds, number of failed rounds, and seconds
       per round;

@@ -405,7 +405,10 @@ class EngineLoop:
         with box.changed:
             box.mean_steps = sum(h.clock for h in headers) / len(headers)
             box.steps_then = mine.clock
-            box.samples_by_rank = tuple(h.samples for h in headers)
+            samples = {name: h.samples for name, h in zip(self._membership.generation.members, headers, strict=True)}
+            # A rank that was started again counts its samples anew.
+            box.lost_samples += sum(n for name, n in box.samples_by_name.items() if samples.get(name, 0.0) < n)
+            box.samples_by_name = samples
             box.losses = tuple(h.loss for h in headers)
             box.paces = tuple(h.pace for h in headers)
             waiting = [h.collectives for h in headers if h.sync_point is not SyncPointKind.NONE]

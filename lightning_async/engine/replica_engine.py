@@ -141,7 +141,7 @@ class ReplicaEngine(SyncPointParticipant):
             with self._box.changed:
                 self.ledger.agree()  # this replica's work is lost: its parameters were overwritten
         self._note(arrived)
-        return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
+        return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_name.values())
 
     def _note(self, merged: ModelRound) -> None:
         """Note a round whose result was merged. This base does nothing."""
@@ -206,6 +206,7 @@ class ReplicaEngine(SyncPointParticipant):
         """Return this replica's own state for a checkpoint, beside its tensors: steps, work, and what was gathered."""
         with self._box.changed:
             self._count_superseded()  # the round that a save belongs to may be one of them
+            self.summary.lost_samples = self._box.lost_samples
         self.summary.elapsed_s = self.started_at and self._now() - self.started_at
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
@@ -230,3 +231,4 @@ class ReplicaEngine(SyncPointParticipant):
         box.steps_then = box.steps = float(self.step)
         box.mean_steps = float(clocks.get("mean_steps", self.step))
         box.samples = self.summary.samples
+        box.lost_samples = self.summary.lost_samples

@@ -1,11 +1,11 @@
-"""Reports of single rounds, and the totals of a run, for loggers, the progress bar and the summary at the end."""
+"""Reports of single rounds, and the totals of a run, for loggers, the callbacks' metrics and the summary at the end."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -41,7 +41,7 @@ class Totals(Protocol):
 
     title: ClassVar[str]  # first line of the summary
     prefix: ClassVar[str]  # beginning of the metrics' names
-    shown: ClassVar[tuple[str, ...]]  # metrics that the progress bar shows, too
+    shown: ClassVar[tuple[str, ...]]  # metrics that callbacks see, too
 
     @property
     def number(self) -> int: ...  # number of exchanges so far
@@ -75,6 +75,7 @@ class RunSummary:
     healed: int = 0
     dropped_gradients: int = 0
     samples: float = 0.0
+    lost_samples: float = 0.0  # of processes that were lost
     steps: int = 0
     payload_bytes: int = 0
     exchange_s: float = 0.0
@@ -246,7 +247,10 @@ class RunSummary:
             **({"straggler": self.straggler} if self.straggler else {}),
         }
         samples = f"{self.samples:.0f}"
-        samples += f" of {sum(self.samples_by_rank):.0f}" if self.samples_by_rank else ""
+        if self.samples_by_rank:
+            samples += f" of {sum(self.samples_by_rank) + self.lost_samples:.0f}"
+        if self.lost_samples:
+            samples += f", {self.lost_samples:.0f} of them by lost processes"
         if self.totals is not None:
             sent = {"sent": f"{self.sent_bytes / 2**20:.1f} MiB"} if self.totals.sent_bytes else {}
             return _table({"replicas": replicas, "samples": samples, **self.totals.rows(), **sent, **others})
@@ -285,7 +289,7 @@ class Reports:
         self.blocked_s = 0.0  # time for which the training thread has waited for the round under way
         self._exchanges_s: deque[float] = deque(maxlen=2)
 
-    def add(self, arrived: ModelRound, step: int, failed_rounds: int, samples_by_rank: Sequence[float]) -> RoundReport:
+    def add(self, arrived: ModelRound, step: int, failed_rounds: int, samples_by_rank: Iterable[float]) -> RoundReport:
         report = RoundReport(
             id=arrived.id,
             is_consensus=isinstance(arrived, AgreedModel),

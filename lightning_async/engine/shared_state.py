@@ -151,7 +151,9 @@ class SharedState:
     saved: int = 0  # number of the last save that all ranks have agreed on
     marked: Any = None  # the copy made for it, until the training thread takes it or another marked one follows
     lost: list[Any] = field(default_factory=list)  # copies that the training thread did not take in time
-    samples_by_rank: tuple[float, ...] = ()  # samples that each replica had seen at the last header
+    samples_by_name: dict[str, float] = field(default_factory=dict)
+    """Samples that each replica had seen at the last header, by stable id, in rank order."""
+    lost_samples: float = 0.0  # samples that lost processes had seen, as their last headers said
     losses: tuple[float, ...] = ()  # loss of each replica at the last header
     paces: tuple[tuple[float, ...], ...] = ()  # pace of each replica at the last header
     mean_steps: float = 0.0  # optimizer steps per replica, on average over all, at the last header

@@ -21,6 +21,7 @@ import torch
 from lightning_async import DivergenceMonitor, FaultTolerantCheckpoint
 from lightning_async.algorithms import AnySave, AtEpochEnd, Best, EveryNTrainSteps, Latest
 from lightning_async.algorithms.divergence import History
+from lightning_async.checkpoint.storage import seal, unseal
 from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.cli.main import main
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
@@ -30,7 +31,17 @@ from lightning_async.trainer.checkpoint.checkpoint_state import TrainerState
 from lightning_async.trainer.loops.averaged_models import AveragedModels
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
-from tests.callbacks.test_checkpoint import BATCHES, EPOCHS, data, every, steps_in, train, trainer_of, whole_data
+from tests.callbacks.test_checkpoint import (
+    BATCHES,
+    EPOCHS,
+    data,
+    every,
+    steps_in,
+    train,
+    trainer_of,
+    whole_data,
+)
+from tests.support import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -492,3 +503,127 @@ def test_a_program_that_does_not_fit_its_checkpoint_is_told_what_to_do(
     with pytest.raises((RuntimeError, ValueError), match=message):
         trainer_of(every(tmp_path, 12), max_epochs=EPOCHS + 1).fit(module, loaders)
     assert "-step-24, or before. If this program's model, optimizers or data are not those" in caplog.text
+
+
+class Scored(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("score", float(self.trainer.global_step * 37 % 23))
+        return super().training_step(batch, batch_idx)
+
+
+def lightnings(folder: Path, **options: Any) -> Any:
+    return pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, **options)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*.ckpt"))
+
+
+several_callbacks = pytest.mark.filterwarnings(
+    "ignore:.*multiple `ModelCheckpoint` callbacks", "ignore:Checkpoint directory .* exists and is not empty"
+)
+
+
+def live(folder: str, stop: int) -> list[list[str]]:
+    """Train beside four callbacks of Lightning's, die at a step, and return the names of their best and last files."""
+    place = Path(folder)
+    theirs = [
+        lightnings(place / "best", monitor="score", save_top_k=2, save_last=True),
+        lightnings(place / "links", monitor="score", mode="max", save_top_k=3, save_last="link"),
+        lightnings(place / "all", save_top_k=-1),
+        pl.callbacks.ModelCheckpoint(place / "newest", every_n_train_steps=3, save_last=True),
+    ]
+    kill = At(stop, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    train(every(place / "saved", 5), *theirs, kill, module=Scored())
+    return [[Path(each.best_model_path).name, Path(each.last_model_path).name] for each in theirs]
+
+
+def test_model_checkpoints_of_five_lives_are_those_of_one(tmp_path: Path) -> None:
+    """Killed at 3, before the first checkpoint of ours, and at three other steps."""
+    told = {}
+    for name, stop in (("parts", 3), ("parts", 9), ("parts", 14), ("parts", 19), ("parts", -1), ("whole", -1)):
+        arguments = {"folder": str(tmp_path / name), "stop": stop}
+        (life,) = run_ranks(f"{__name__}:live", 1, kwargs=arguments, timeout=120.0, launched=False, check=False)
+        assert life.returncode == (0 if stop == -1 else -signal.SIGKILL), life
+        told[name] = life.value
+    assert told["parts"] == told["whole"]
+    for kind, names in {
+        "best": ["last.ckpt", "step=24.ckpt", "step=6.ckpt"],
+        "links": ["last.ckpt", "step=14.ckpt", "step=22.ckpt", "step=4.ckpt"],
+        "all": sorted(f"step={step}.ckpt" for step in range(2, BATCHES * EPOCHS + 1, 2)),
+        "newest": ["epoch=1-step=24.ckpt", "last.ckpt"],
+    }.items():
+        assert names_in(tmp_path / "whole" / kind) == names_in(tmp_path / "parts" / kind) == names
+    last = torch.load(tmp_path / "parts" / "links" / "last.ckpt", weights_only=True)
+    assert last["global_step"] == 22
+
+
+@several_callbacks
+def test_files_that_others_wrote_beside_models_stay(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    outside = tmp_path / "outside.ckpt"
+    users = [models / "step=6.ckpt", models / "copy.ckpt", models / "notes.txt", outside]
+    for path in users:
+        path.write_text(path.name)
+
+    def life(*callbacks: Any, **settings: Any) -> list[str]:
+        with contextlib.suppress(Interrupted):
+            theirs = lightnings(models, save_top_k=-1, save_last=True)
+            train(every(tmp_path / "saved", 5, **settings), theirs, *callbacks)
+        assert [path.read_text() for path in users] == [path.name for path in users]
+        return names_in(models)
+
+    first = ["copy.ckpt", "last.ckpt", "step=2.ckpt", "step=4.ckpt", "step=6-v1.ckpt", "step=6.ckpt"]
+    assert life(At(7, interrupt)) == first
+    # Whoever writes into the folder of checkpoints chooses no files outside.
+    listed = tmp_path / "saved" / "model-checkpoints.json"
+    content = unseal(listed.read_bytes(), "list")
+    content["paths"] += [str(outside), f"{models}/../outside.ckpt", str(models / "notes.txt")]
+    listed.write_bytes(seal(content))
+    assert life(At(5, interrupt)) == [name for name in first if name != "step=6-v1.ckpt"]
+    whole = life()
+    assert len(whole) == 2 + 1 + BATCHES * EPOCHS // 2
+    # Another training writes beside them: without a checkpoint after the end of one, or if it is asked for.
+    newest = CheckpointStore(tmp_path / "saved").entries()[0]
+    for entry in CheckpointStore(tmp_path / "saved").entries():
+        CheckpointStore(tmp_path / "saved").remove(entry)
+    second = life(At(3, interrupt))
+    assert second == sorted([*whole, "last-v1.ckpt", "step=2-v1.ckpt"])
+    assert newest.step == BATCHES * EPOCHS
+    assert set(second) < set(life(At(3, interrupt), recover=None))
+
+
+@several_callbacks
+def test_a_best_model_that_is_gone_is_not_named(tmp_path: Path) -> None:
+    """Replaced after the checkpoint from which training resumes, and others are the best this time."""
+    with contextlib.suppress(Interrupted):
+        best = lightnings(tmp_path / "models", monitor="score", save_top_k=2)
+        train(every(tmp_path / "saved", 7), best, At(8, interrupt), module=Scored())
+    assert names_in(tmp_path / "models") == ["step=6.ckpt", "step=8.ckpt"]
+    (tmp_path / "models" / "step=6.ckpt").unlink()
+    best = lightnings(tmp_path / "models", monitor="score", save_top_k=2)
+    train(every(tmp_path / "saved", 7), best, module=Scored(), max_steps=10)
+    assert Path(best.best_model_path).name == "step=8.ckpt"
+    assert best.best_model_score == 6.0
+    assert names_in(tmp_path / "models") == ["step=10.ckpt", "step=8.ckpt"]
+
+
+@several_callbacks
+@pytest.mark.parametrize("kind", ["CSVLogger", "TensorBoardLogger"])
+def test_a_new_version_of_a_logger_leaves_all_others(kind: str, tmp_path: Path) -> None:
+    """Models stay together: in the folder of the first version, as without an interruption."""
+    if kind == "TensorBoardLogger":
+        pytest.importorskip("tensorboard", reason="pip install tensorboard")
+    folder = tmp_path / "lightning_logs"
+    before: dict[Path, bytes] = {}
+    for stop in (7, 15, -1):
+        best = pl.callbacks.ModelCheckpoint(filename="{step}", monitor="score", every_n_train_steps=2, save_top_k=2)
+        with contextlib.suppress(Interrupted):
+            options = {"logger": getattr(pl.loggers, kind)(tmp_path), "log_every_n_steps": 1}
+            train(every(tmp_path / "saved", 5), best, At(stop, interrupt), module=Scored(), **options)
+        logs = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".ckpt"}
+        assert {path: logs.get(path) for path in before} == before
+        before = logs
+    assert sorted(path.name for path in folder.iterdir()) == ["version_0", "version_1", "version_2"]
+    assert names_in(folder) == names_in(folder / "version_0" / "checkpoints") == ["step=24.ckpt", "step=6.ckpt"]

@@ -67,13 +67,18 @@ def test_the_model_never_looks_ahead():
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "given",
-    [["--strategy=ddp"], ["--strategy=async_averaging"], ["--rule=diloco", "--compression=int8"]],
+    [["--strategy=ddp"], ["--strategy=async_averaging", "--beside-one"], ["--rule=diloco", "--compression=int8"]],
     ids=["ddp", "async_averaging", "compressed"],
 )
 def test_a_short_run_ends_with_numbers_and_a_picture(given: list[str], tmp_path: Path):
     args = [*given, "--devices=2", "--max-steps=10", "--sync-every=4", f"--out={tmp_path / 'out'}"]
     (run,) = run_ranks(ROOT / "examples/char_lm.py", 1, args=args, timeout=200, launched=False)
     assert "Next character right:" in run.stdout
-    assert (tmp_path / "out/run.png").read_bytes().startswith(b"\x89PNG")
-    series = read_metrics(next((tmp_path / "out").glob("**/metrics.csv")))
-    assert {"train/loss", "train/accuracy", "val/loss", "val/accuracy"} <= set(series)
+    pictures = ["rounds.png", *(["run.png"] if "--beside-one" in given else [])]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == pictures
+    assert all((tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+    files = list((tmp_path / "out").glob("**/metrics.csv"))
+    assert len(files) == len(pictures)
+    for file in files:
+        series = read_metrics(file)
+        assert {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "val/seconds"} <= set(series)

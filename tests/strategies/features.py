@@ -643,10 +643,12 @@ def telemetry(folder: Path) -> Any:
         together(schedule=EveryNSteps(2)), callbacks=[recorder], logger=csv_logger, log_every_n_steps=5
     )
     shown: set[str] = set()
+    in_bar: set[str] = set()
 
     class Shown(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            shown.update(trainer.progress_bar_metrics)
+            shown.update(trainer.callback_metrics)
+            in_bar.update(trainer.progress_bar_metrics)
 
     trainer.callbacks.append(Shown())
     with logged() as messages:
@@ -654,6 +656,7 @@ def telemetry(folder: Path) -> Any:
     told = report(trainer, module) | {
         "summaries": [m for m in messages if m.startswith("Asynchronous averaging")],
         "shown": sorted(shown),
+        "in_bar": sorted(in_bar),
     }
     if rank() == 0:
         with (folder / "run" / "version_0" / "metrics.csv").open() as file:

@@ -395,13 +395,14 @@ def test_a_validation_at_the_end_of_an_epoch_is_shown_with_its_last_step(ranks: 
     assert [row["step"] for row in ranks("telemetry")[0]["rows"] if row["val_loss"]] == ["29"]
 
 
-def test_one_summary_and_the_progress_bar(ranks: Outcomes) -> None:
+def test_one_summary_and_nothing_in_the_progress_bar(ranks: Outcomes) -> None:
     first, second = ranks("telemetry")
     assert len(first["summaries"]) == 1
     assert second["summaries"] == []
     assert "samples" in first["summaries"][0] and "of 240" in first["summaries"][0]
     for told in (first, second):
         assert {"averaging/rounds", "averaging/hidden_share"} <= set(told["shown"])
+        assert [name for name in told["in_bar"] if name.startswith("averaging")] == []
 
 
 def test_memory_is_two_buckets_and_the_rules_state(ranks: Outcomes) -> None:

@@ -94,6 +94,10 @@ def test_the_others_go_on_with_all_samples_from_the_next_epoch_on(victim: int, p
     assert {path.name for path in tmp_path.glob("*.ckpt")} >= {"epoch=2.ckpt"}
     for name in ("log", "other"):
         assert epochs_logged(tmp_path / name) == ["0", "1", "2"]
+    if place[0] != "step":  # all ranks have heard how many samples the lost one had seen when it died
+        lost = SAMPLES // 3 * (1 + place[1])
+        own = [int(re.findall(r"samples +(\d+) of", each["summary"])[0]) for each in told]
+        assert all(f" of {sum(own) + lost}, {lost} of them by lost processes" in each["summary"] for each in told)
 
 
 def logged(folder: Path) -> list[dict[str, str]]:

@@ -1,11 +1,13 @@
 """Choice of the checkpoint from which a fit resumes, and the readers that load this checkpoint.
 
-With `CheckpointRecovery`, all ranks find and verify one checkpoint, and agree on it. `DirectoryIO` and `MemoryIO` let
-Lightning read the checkpoint. `CheckpointReader` lets ``torch.distributed.checkpoint`` read it.
+With `CheckpointRecovery`, all ranks find and verify one checkpoint, and agree on it. `WrittenFiles` deletes files of
+`ModelCheckpoint` that are newer than this checkpoint. `DirectoryIO` and `MemoryIO` let Lightning read the checkpoint.
+`CheckpointReader` lets ``torch.distributed.checkpoint`` read it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -25,18 +27,30 @@ from torch.futures import Future
 from lightning_async._checks import check_choice
 from lightning_async.checkpoint.recovery import recover
 from lightning_async.checkpoint.shards import load_own
+from lightning_async.checkpoint.storage import seal, unseal
 from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore, is_name
-from lightning_async.errors import CheckpointError
+from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from lightning_async.trainer.checkpoint.checkpoint_state import check_state, whole
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.data.samplers import resized
 from lightning_async.trainer.environment.environments import NOBODY, names_of
 from lightning_async.trainer.loops.loop_state import among, beside, completed, has_none
-from lightning_async.trainer.namespace import fabric, override, readers_of_files
+from lightning_async.trainer.namespace import (
+    Undo,
+    callbacks_of,
+    fabric,
+    override,
+    override_for_users,
+    readers_of_files,
+    set_for_now,
+)
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
+
+FILES = "model_checkpoint_files"
+"""Key of the list of files in the state of `FaultTolerantCheckpoint`."""
 
 
 class CheckpointRecovery:
@@ -227,6 +241,111 @@ def _all_of(store: CheckpointStore, entry: CheckpointEntry, pickles: bool) -> di
     ranks = entry.manifest.ranks
     states: dict[int, Any] = {rank: load_own(store, entry, rank, "resume", pickles=pickles) for rank in ranks}
     return {rank: state for rank, state in states.items() if state is not None and not has_none(state)}
+
+
+class WrittenFiles:
+    """The list of the files that a Trainer's `ModelCheckpoint` callbacks have written in this training.
+
+    Each checkpoint of this package contains the list. The newest one is in a file of the checkpoints' directory.
+
+    A killed training leaves files that are newer than the checkpoint from which it resumes. Their steps are trained
+    again, so `resume` deletes them: Lightning would keep them, and name the new files ``last-v1.ckpt`` and so on.
+
+    Args:
+        trainer: The Trainer.
+        store: The checkpoints of this package.
+        gather: Function that returns a value of each rank, in rank order.
+    """
+
+    def __init__(self, trainer: Any, store: CheckpointStore, gather: Callable[[Any], list[Any]]) -> None:
+        self._trainer = trainer
+        self._store = store
+        self._gather = gather
+        self._path = f"{store.dirpath}/model-checkpoints.json"
+        self._callbacks = callbacks_of(trainer, "ModelCheckpoint")
+        self.paths: list[str] = []
+
+    def install(self) -> list[Undo]:
+        calls = {"_save_checkpoint": self._write, "_link_checkpoint": self._write, "_remove_checkpoint": self._remove}
+        return [override_for_users(callback, *call) for callback in self._callbacks for call in calls.items()]
+
+    def _write(self, original: Any, *args: Any) -> None:
+        # The file is listed before it is written, because this process may be killed in between. A link stands behind
+        # the file that it names.
+        self.paths = [*(path for path in self.paths if path != args[-1]), args[-1]]
+        self.publish()
+        original(*args)
+
+    def _remove(self, original: Any, *args: Any) -> None:
+        original(*args)
+        self.paths = [path for path in self.paths if path != args[-1]]
+        self.publish()
+
+    def publish(self, ended: bool = False) -> None:
+        """Write the list; ``ended`` says that training has ended, so that the next one from scratch is another one."""
+        if self._callbacks and self._trainer.is_global_zero:
+            content = {"paths": self.paths, "resumable": ended or bool(self._store.entries())}
+            self._store.publish(self._path, seal(content))
+
+    def resume(self, states: dict[str, Any], is_chosen: bool) -> None:
+        """Delete the files that are newer than the loaded checkpoint; remove deleted ones from the callbacks' states.
+
+        All ranks call this together, before Lightning restores the callbacks.
+
+        Args:
+            states: States of the callbacks in the loaded checkpoint; empty if training begins from scratch.
+            is_chosen: Whether this package has chosen the checkpoint. If the user has, nothing is deleted.
+        """
+        self.paths = next((state[FILES] for state in states.values() if FILES in state), [])
+        if is_chosen and self._callbacks:
+            saved = [(each, states[each.state_key]) for each in self._callbacks if each.state_key in states]
+            told = self._tidy(saved, not states) if self._trainer.is_global_zero else None
+            missing, directories = self._gather(told)[0]
+            for callback, state in saved:
+                callback.dirpath = directories.get(callback.state_key, callback.dirpath)
+                # Otherwise the end of training would write the last file again.
+                callback._last_checkpoint_saved = state["last_model_path"]
+                _forget(state, missing, min if callback.mode == "min" else max)
+        self.publish()
+
+    def _tidy(self, saved: list[tuple[Any, dict[str, Any]]], is_new: bool) -> list[Any]:
+        """Delete newer files; return those of the best that do not exist, and directories to use again, by state key.
+
+        ``is_new`` says that no checkpoint was loaded.
+        """
+        directories = {}
+        for callback, state in saved:
+            # Without a directory from the user, Lightning takes one of the logger's new version.
+            restore = set_for_now(callback, "dirpath", None)
+            default = callback._ModelCheckpoint__resolve_ckpt_dir(self._trainer)
+            restore()
+            if default == callback.dirpath and callback._fs.exists(state["dirpath"]):
+                directories[callback.state_key] = state["dirpath"]
+        listed: dict[str, Any] = {"paths": []}
+        with contextlib.suppress(OSError, DamagedCheckpoint):
+            listed = unseal(self._store.files.read(self._path), self._path)
+        # Whoever may write into the checkpoints' directory must not choose which other files are deleted.
+        places = tuple(f"{place}/" for place in [*(each.dirpath for each in self._callbacks), *directories.values()])
+        newer = [
+            path
+            for path in reversed(listed["paths"])
+            if path not in self.paths and path.startswith(places) and path.endswith(".ckpt") and "/../" not in path
+        ]
+        # A training that has lost its checkpoints is another one. One that never had any was killed before the first.
+        if newer and not (is_new and listed["resumable"]):
+            log.warning("Files of `ModelCheckpoint` from steps that are trained again are deleted: %s.", newer)
+            for path in newer:
+                self._trainer.strategy.remove_checkpoint(path)
+        missing = [path for each, state in saved for path in state["best_k_models"] if not each._fs.exists(path)]
+        return [missing, directories]
+
+
+def _forget(state: dict[str, Any], missing: list[str], best: Callable[..., str]) -> None:
+    """Remove deleted files from the state of a `ModelCheckpoint`: files that were among the best when it was saved."""
+    models = state["best_k_models"] = {path: x for path, x in state["best_k_models"].items() if path not in missing}
+    if state["best_model_path"] in missing:
+        state["best_model_path"] = best(models, key=models.__getitem__, default="")
+        state["best_model_score"] = models.get(state["best_model_path"])
 
 
 _CheckpointIO: Any = fabric("plugins.io.checkpoint_io").CheckpointIO

@@ -24,7 +24,7 @@ from lightning_async.errors import (
     PeerLost,
     SettingsMismatch,
 )
-from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointRecovery, DirectoryIO
+from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointRecovery, DirectoryIO, WrittenFiles
 from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, TrainerState, left_out, whole
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import StepPhase
@@ -82,6 +82,7 @@ class Checkpointing:
         self._first_step = 0
         self._expected = False
         self._directory = CheckpointDirectory(trainer, self.store, settings.compared(), self._recovery.gather)
+        self.written = WrittenFiles(trainer, self.store, self._recovery.gather)
         self._patience_s = PATIENCE_S
         self._watcher: Any = None
 
@@ -106,14 +107,19 @@ class Checkpointing:
             override(strategy, "load_optimizer_state_dict", self._load_optimizers),
             override(strategy, "on_train_start", self._begin),
             *self._preempted.install(),
+            *self.written.install(),
         ]
 
     def _resume_start(self, original: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         self._directory.take()
         # A joining rank receives its state from the live ranks, and must not choose a checkpoint.
-        if not self._directory.joining:
-            checkpoint_path = checkpoint_path or self._recovery.choose()
-        original(checkpoint_path, *args, **kwargs)
+        if self._directory.joining:
+            original(checkpoint_path, *args, **kwargs)
+            return
+        chosen = None if checkpoint_path else self._recovery.choose()
+        original(checkpoint_path or chosen, *args, **kwargs)
+        states = self._trainer._checkpoint_connector._loaded_checkpoint.get("callbacks", {})
+        self.written.resume(states, is_chosen=not checkpoint_path and self._settings.recover is not None)
 
     def _load_optimizers(self, original: Any, checkpoint: Any) -> None:
         check_saved(self._trainer.optimizers, checkpoint["optimizer_states"])
@@ -154,7 +160,8 @@ class Checkpointing:
     def for_joining_ranks(self) -> dict[str, Any]:
         """Return the values that a joining rank needs for `come`; called on a live rank at a sync point."""
         trained = sorted(self._state.trained)
-        told = {**self._directory.for_joining_ranks(), "number": self._number, "trained": trained}
+        files = self.written.paths
+        told = {**self._directory.for_joining_ranks(), "number": self._number, "trained": trained, "files": files}
         return told if self._pace is None else {**told, "number": self._pace.known, "group": list(self._pace.group)}
 
     def come(self, told: dict[str, Any]) -> None:
@@ -165,6 +172,7 @@ class Checkpointing:
         self._directory.join(told)
         self._number = told["number"]
         self._state.trained.update(told["trained"])
+        self.written.paths = told["files"]
         self._start_saver()
 
     def _begin(self, original: Any) -> None:
@@ -252,6 +260,7 @@ class Checkpointing:
     def end(self) -> None:
         if self._pace is not None:
             self._pace.end()
+        self.written.publish(ended=True)
 
     def _run_fit(self, original: Any) -> None:
         try:

@@ -302,11 +302,10 @@ class LoggedValues:
 
 
 def show(connector: Any, metrics: Mapping[str, float]) -> None:
-    """Show values in the progress bar and in the callbacks' metrics until newer ones replace them.
+    """Show values in the callbacks' metrics until newer ones replace them.
 
     `LightningModule.log` does so, too, but reduces the values again at every step until the end of the epoch.
     """
-    connector._progress_bar_metrics.update(metrics)
     connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
 
