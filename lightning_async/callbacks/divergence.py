@@ -22,11 +22,11 @@ from lightning_async.callbacks.divergence_signals import (
     SignalTracker,
     SyncPointAgreement,
     council_of,
+    optimizer_state,
     parameters,
     severest,
     thresholds_by_signal,
 )
-from lightning_async.engine.averaging.optimizer_state import every_tensor
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import is_finite
 from lightning_async.errors import TrainingDiverged
@@ -370,7 +370,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         self._fit_again()
         if trainer is None:
             return False
-        if not is_finite([*parameters(trainer.lightning_module), *every_tensor(trainer.optimizers)]):
+        if not is_finite([*parameters(trainer.lightning_module), *optimizer_state(trainer.optimizers)]):
             # Even the merged model is not finite, so no replica was fit.
             asked = self._escalation.climb(max(asked, Remedy.ROLL_BACK))
         said = world.gather_objects((int(asked), self._words if asked else ""))

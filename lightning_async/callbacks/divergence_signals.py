@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_async._checks import check_choice, check_protocol
 from lightning_async.algorithms.divergence import Absolute, History, Relative, Remedy, SignalAlarm, Threshold, Track
-from lightning_async.engine.averaging.optimizer_state import every_tensor
 from lightning_async.engine.fingerprint import is_finite, real
 from lightning_async.trainer.checkpoint.save_timing import DelayedGather, lagged_of
 from lightning_async.trainer.namespace import scaler_of
@@ -180,6 +179,14 @@ def sample(optimizer: Any) -> list[Tensor]:
 def parameters(module: Any) -> Iterator[Tensor]:
     """Yield the parameters of a module that are floating-point or complex."""
     return (p for p in module.parameters() if p.is_floating_point() or p.is_complex())
+
+
+def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for state in dict.values(optimizer.state):  # a `HeldState` of servers refuses other readers
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                    yield value
 
 
 class StepMetrics:
@@ -387,7 +394,7 @@ class SignalTracker:
 
     def _look_at_model(self, trainer: Any, module: Any, taken: dict[str, float]) -> None:
         started = time.perf_counter()
-        looks = {"parameters": list(parameters(module)), "optimizer_state": every_tensor(trainer.optimizers)}
+        looks = {"parameters": list(parameters(module)), "optimizer_state": list(optimizer_state(trainer.optimizers))}
         for name, tensors in looks.items():
             size = norm(tensors) if name in self._signals else None
             if size is None:

@@ -307,8 +307,9 @@ class HeldState(defaultdict[Any, Any]):
     def __init__(self, optimizer: Optimizer, fetches: bool = True) -> None:
         super().__init__(dict, optimizer.state)
         self._optimizer = optimizer
+        self._lacks_state = False
+        """Whether servers may have a state by now of which nothing was fetched."""
         self._fetches = fetches
-        self._stepped = False
         self._fetched = self._marks()
         optimizer.state = self
 
@@ -325,16 +326,18 @@ class HeldState(defaultdict[Any, Any]):
     def mark_fetched(self) -> None:
         """Record that the state is as it was fetched, so that `check_unchanged` finds later changes."""
         self._fetched = self._marks()
+        self._fetches = False
+        self._lacks_state = False
 
     def check_unchanged(self) -> None:
         """Raise ValueError if other code has replaced the state or its tensors, or changed these in place."""
         if self._optimizer.state is not self or self._marks() != self._fetched:
             self._refuse()
-        self._stepped = True
+        self._lacks_state = self._fetches and not len(self)
 
     def check_fetched(self) -> None:
         """Raise ValueError if the servers have a state by now, and nothing of it was fetched."""
-        if self._stepped and self._fetches and not len(self):
+        if self._lacks_state:
             raise ValueError(
                 f"The state of {type(self._optimizer).__name__} was read in training. Servers hold it, and this worker "
                 "has none. Use `ParameterServerStrategy(update_on_server=False)`: the optimizer is the worker's then."

@@ -253,9 +253,15 @@ def test_a_loop_over_a_state_never_fetched_is_refused(read: Any):
     assert not list(optimizer.state.values())
 
 
-def test_a_worker_that_fetches_no_state_may_read_an_empty_one():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], 0.1, momentum=0.9)
+def test_a_state_may_be_read_that_was_fetched_and_is_empty():
+    """As SGD's without momentum; a worker that never fetches has an empty one."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], 0.1)
     HeldState(optimizer, fetches=False).check_unchanged()
+    assert optimizer.state_dict()["state"] == {}
+    state = HeldState(optimizer)
+    state.check_unchanged()
+    state.mark_fetched()
+    state.check_unchanged()
     assert optimizer.state_dict()["state"] == {}
 
 

@@ -186,9 +186,9 @@ class _Law(NamedTuple):
         return self.decay == 1.0 or self.counter is not None or self.writes > 0
 
 
-def every_tensor(optimizers: Iterable[Any]) -> list[Tensor]:
+def every_tensor(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     # `dict.values`: a `HeldState` of servers refuses other readers.
-    states = [state for optimizer in optimizers for state in dict.values(optimizer.state) if isinstance(state, dict)]
+    states = [state for optimizer in optimizers for state in dict.values(optimizer.state)]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
