@@ -183,7 +183,7 @@ def parameters(module: Any) -> Iterator[Tensor]:
 
 def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
     for optimizer in optimizers:
-        for state in optimizer.state.values():
+        for state in dict.values(optimizer.state):  # a `HeldState` of servers refuses other readers
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
                     yield value

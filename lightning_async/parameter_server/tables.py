@@ -271,22 +271,41 @@ def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Seq
     return rates
 
 
+def _reader(name: str) -> Any:
+    """Return a method of `HeldState` that reads entries as `dict` does, and refuses to if they were never fetched."""
+
+    def read(state: HeldState, *args: Any) -> Any:
+        state.check_fetched()
+        return getattr(dict, name)(state, *args)
+
+    return read
+
+
 class HeldState(defaultdict[Any, Any]):
     """The state of an optimizer that servers hold, as it was fetched last. Users' changes of it raise an error.
 
-    During training, it replaces the attribute ``state`` of the optimizer.
+    During training, it replaces the attribute ``state`` of the optimizer. While nothing was fetched it is empty, and a
+    loop over it that is to change entries would change nothing. So reading it raises an error, too, after a first step.
+
+    Args:
+        optimizer: The optimizer.
+        fetches: Whether this worker fetches the state before a checkpoint reads it, as rank 0 does. Without this, an
+            empty state may be read. Default: True.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, fetches: bool = True) -> None:
         super().__init__(dict, optimizer.state)
         self._optimizer = optimizer
+        self._lacks_state = False
+        """Whether servers may have a state by now of which nothing was fetched."""
+        self._fetches = fetches
         self._fetched = self._marks()
         optimizer.state = self
 
     def release(self) -> None:
         """Give the optimizer a plain state again, unless another one was loaded."""
         if self._optimizer.state is self:
-            self._optimizer.state = defaultdict(dict, self)
+            self._optimizer.state = defaultdict(dict, dict.items(self))
 
     def drop(self) -> None:
         """Empty the state, which was fetched for a moment only."""
@@ -296,18 +315,29 @@ class HeldState(defaultdict[Any, Any]):
     def mark_fetched(self) -> None:
         """Record that the state is as it was fetched, so that `check_unchanged` finds later changes."""
         self._fetched = self._marks()
+        self._fetches = False
+        self._lacks_state = False
 
     def check_unchanged(self) -> None:
         """Raise ValueError if other code has replaced the state or its tensors, or changed these in place."""
         if self._optimizer.state is not self or self._marks() != self._fetched:
             self._refuse()
+        self._lacks_state = self._fetches and not len(self)
+
+    def check_fetched(self) -> None:
+        """Raise ValueError if the servers have a state by now, and nothing of it was fetched."""
+        if self._lacks_state:
+            raise ValueError(
+                f"The state of {type(self._optimizer).__name__} was read in training. Servers hold it, and this worker "
+                "has none. Use `ParameterServerStrategy(update_on_server=False)`: the optimizer is the worker's then."
+            )
 
     def _marks(self) -> list[tuple[int, int]]:
-        tensors = (value for state in self.values() for value in state.values() if isinstance(value, Tensor))
+        tensors = (value for state in dict.values(self) for value in state.values() if isinstance(value, Tensor))
         return [(id(tensor), tensor._version) for tensor in tensors]
 
     def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())  # copies are plain
+        return defaultdict, (dict,), None, None, iter(dict.items(self))  # copies are plain
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
@@ -316,6 +346,12 @@ class HeldState(defaultdict[Any, Any]):
             "optimizer is the worker's then."
         )
 
+    __iter__ = _reader("__iter__")
+    __contains__ = _reader("__contains__")
+    get = _reader("get")
+    keys = _reader("keys")
+    values = _reader("values")
+    items = _reader("items")
     __setitem__ = __delitem__ = __missing__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]
 

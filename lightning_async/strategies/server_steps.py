@@ -299,7 +299,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         for optimizer in strategy.optimizers:
             self._undo.append(set_for_now(optimizer, "add_param_group", refuse_groups))
             if strategy.update_on_server:
-                self._held.append(HeldState(optimizer))
+                self._held.append(HeldState(optimizer, fetches=strategy.is_global_zero))
                 self._undo.append(self._held[-1].release)
                 step = self._step_of(optimizer, self._held[-1])
                 led = strategy.own_steps.led(optimizer, step)

@@ -319,11 +319,11 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._window_schedule.updates.take(put)
 
     def _evaluates_again(self, owner: str) -> str:
-        """Return the text of the error for a step of ``owner`` that calls its closure twice, as SAM's does."""
+        """Return the text of the error for a step of ``owner`` that calls its closure again, as SAM's does."""
         return (
-            f"Rank {self._strategy.global_rank}: a step of `{owner}` calls its closure twice, to evaluate the loss "
-            f"again, as SAM does. `{type(self._strategy).__name__}` steps with gradients of earlier batches, which the "
-            "second call would only repeat. Use `AsyncAveragingStrategy()`, whose replicas step with their own batch."
+            f"Rank {self._strategy.global_rank}: a step of `{owner}` calls its closure twice, or after it has moved "
+            f"the parameters, as SAM does. `{type(self._strategy).__name__}` steps with gradients of earlier batches, "
+            "which it would only repeat. Use `AsyncAveragingStrategy()`, whose replicas step with their own batch."
         )
 
     def count_unseen_step(self) -> bool:
@@ -468,9 +468,10 @@ class ManualWindowSteps(WindowSteps):
 
     def _step_with(self, optimizer: Optimizer, params: set[Any], scale: float) -> None:
         calls = itertools.count(1)
+        versions = [p._version for p in params]
 
         def closure() -> None:
-            if next(calls) > 1:
+            if next(calls) > 1 or versions != [p._version for p in params]:
                 raise RuntimeError(self._evaluates_again(type(optimizer).__name__))
             if (now := self._window_schedule.scale) != scale:  # the scaler has changed its factor in an earlier step
                 for p in params:

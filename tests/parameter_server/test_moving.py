@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_async.comm.p2p import ShmDial
+from lightning_async.engine.averaging.optimizer_state import every_tensor
 from lightning_async.parameter_server.client import Client
 from lightning_async.parameter_server.tables import HeldState, fill_state, state_of
 from lightning_async.parameter_server.worker import Worker, plan_of
@@ -225,6 +226,43 @@ def test_changes_of_a_state_that_servers_hold_are_refused(change: Any):
         with pytest.raises(ValueError, match=r"The state of SGD was changed.*update_on_server=False"):
             change_and_step()
         worker.close()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda state, p: [values["momentum_buffer"].zero_() for values in state.values()],
+        lambda state, p: [values["momentum_buffer"].zero_() for _, values in state.items()],
+        lambda state, p: [state[p]["momentum_buffer"].zero_() for p in state],
+        lambda state, p: p in state and state[p]["momentum_buffer"].zero_(),
+        lambda state, p: state.get(p, {}).clear(),
+    ],
+    ids=["values", "items", "iteration", "in", "get"],
+)
+def test_a_loop_over_a_state_never_fetched_is_refused(read: Any):
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+    state = HeldState(optimizer)
+    read(optimizer.state, parameter)  # before the first step there is nothing to fetch
+    state.check_unchanged()
+    assert not every_tensor([optimizer])
+    with pytest.raises(ValueError, match=r"The state of SGD was read.*update_on_server=False"):
+        read(optimizer.state, parameter)
+    assert type(copy.deepcopy(optimizer.state)) is defaultdict
+    state.release()
+    assert not list(optimizer.state.values())
+
+
+def test_a_state_may_be_read_that_was_fetched_and_is_empty():
+    """As SGD's without momentum; a worker that never fetches has an empty one."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], 0.1)
+    HeldState(optimizer, fetches=False).check_unchanged()
+    assert optimizer.state_dict()["state"] == {}
+    state = HeldState(optimizer)
+    state.check_unchanged()
+    state.mark_fetched()
+    state.check_unchanged()
+    assert optimizer.state_dict()["state"] == {}
 
 
 def test_a_state_that_servers_held_is_plain_after_training():

@@ -514,6 +514,35 @@ def twice_refused_by_hand() -> Any:
     return train(windows(), ByHand())
 
 
+@scenario
+def twice_moved_refused_by_hand() -> Any:
+    """The first gradient is there before the step, which moves the parameters, and then calls its closure once."""
+
+    class Once(Sharp):
+        def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            if any(p.grad is not None for p in self.params):
+                self.first_step()
+            closure()
+            self.second_step()
+
+    class ByHand(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            def closure() -> None:
+                self.manual_backward(problem.loss_of(self, batch))
+
+            closure()
+            self.optimizers().step(closure)  # pyright: ignore
+
+        def configure_optimizers(self) -> Any:
+            return Once(self.parameters())
+
+    return train(windows(), ByHand())
+
+
 class Stray(Net):
     """Trains a layer that is in a list, and so in no module."""
 

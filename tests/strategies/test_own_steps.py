@@ -266,6 +266,7 @@ def test_an_optimizer_that_waits_is_no_unseen_step(sharp: Outcomes) -> None:
         ("unseen_refused_when_automatic", "the parameters of `Sharp` have changed without its `step`"),
         ("twice_refused_in_windows", "a step of `ClosureTwice` calls its closure twice"),
         ("twice_refused_by_hand", "a step of `Sharp` calls its closure twice"),
+        ("twice_moved_refused_by_hand", "a step of `Once` calls its closure twice, or after it has moved"),
         ("free_between_rounds", "`ScheduleFree.eval()` makes the model of the optimizer's own state"),
         ("free_on_workers", "`ScheduleFree.eval()` makes the model of the optimizer's own state"),
         ("stray_between_rounds", "Optimizer 0 (SGD) has parameters of shapes [(3, 2), (3,)] that no submodule of"),

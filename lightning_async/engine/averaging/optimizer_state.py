@@ -187,7 +187,8 @@ class _Law(NamedTuple):
 
 
 def every_tensor(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    # `dict.values`: a `HeldState` of servers refuses other readers.
+    states = [state for optimizer in optimizers for state in dict.values(optimizer.state)]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 

@@ -38,7 +38,7 @@ class JoinState:
         tensors: list[Any] = [tensor for module in modules for tensor in _tensors(module).values()]
         for optimizer in trainer.optimizers:
             # Copy the values at once, because a step of the training thread may add to the dict.
-            for state in list(optimizer.state.values()):
+            for state in list(dict.values(optimizer.state)):
                 tensors += list(state.values()) if isinstance(state, dict) else [state]
         self._buffer.reserve(more + sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
 
