@@ -194,7 +194,9 @@ class Checkpointing:
     def _boundary(self) -> None:
         """Poll the saver at a safe point, and let the save coordinator save if a save is due."""
         self._recovery.got_on = True
-        self._preempted.acts = self._preempted.told
+        # Ranks that step together act later, when all have come to the same safe point.
+        if self._preempted.told and not isinstance(self._pace, LockstepSaves):
+            self._preempted.act()
         if self.saver is None or self._pace is None:
             return
         if self.resume.where == "batch":
@@ -246,6 +248,7 @@ class Checkpointing:
     def end(self) -> None:
         if self._pace is not None:
             self._pace.end()
+            self._preempted.has_saved = True
 
     def _run_fit(self, original: Any) -> None:
         try:
@@ -292,7 +295,10 @@ class Checkpointing:
             if self._pace is not None and self._pace.fail(error, "preemption"):
                 assert self.saver is not None
                 self.saver.wait(FAILED_S)
-            log.warning("Rank %d was told to stop within a long step: it ends before that step.", self._names.mine)
+            log.warning(
+                "Rank %d was told to stop, and its step takes too long (it may wait for another rank): it ends before "
+                "that step.", self._names.mine
+            )  # fmt: skip
             self._trainer.strategy.on_exception(error)
         except Exception as error:
             log.error("Rank %d cannot save within a step: %r", self._names.mine, error)
