@@ -83,7 +83,7 @@ def test_a_rank_told_to_stop_waits_for_no_hanging_peer(tmp_path: Path) -> None:
     assert results[0].returncode == 75, "\n".join(map(str, results))
     (entry,) = CheckpointStore(tmp_path).entries()
     assert entry.manifest is not None
-    assert (entry.step, entry.manifest.ranks) == (STOP + 1, [0])
+    assert (entry.step, list(entry.manifest.ranks)) == (STOP + 1, [0])
 
 
 def assert_preempted(name: str, rank: dict[str, Any]) -> None:

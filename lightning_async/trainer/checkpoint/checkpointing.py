@@ -194,9 +194,12 @@ class Checkpointing:
     def _boundary(self) -> None:
         """Poll the saver at a safe point, and let the save coordinator save if a save is due."""
         self._recovery.got_on = True
-        # Ranks that step together act later, when all have come to the same safe point.
         if self._preempted.told and not isinstance(self._pace, LockstepSaves):
             self._preempted.act()
+        elif self._preempted.told and self.resume.where is not None:
+            # Ranks that step together leave a step later. A rank that hangs until then must not cost this state.
+            self.resume.points.keeps = True
+            self.resume.points.reach(self.resume.where)
         if self.saver is None or self._pace is None:
             return
         if self.resume.where == "batch":
