@@ -24,7 +24,6 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.checkpoint.checkpoint_recovery import load_folders
 from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
 from lightning_async.trainer.checkpoint.save_timing import Settings
-from lightning_async.trainer.data.epoch_data import report_failure
 from lightning_async.trainer.loops.loggers import keep_files_until_saved
 from lightning_async.trainer.loops.preemption import TRY_AGAIN, StopSignal
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
@@ -214,7 +213,6 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save the training so far; after a SIGTERM, set exit code 75, which asks the launcher to start again."""
-        report_failure(trainer, exception)
         if self._now is not None:
             self._now.fail(exception)
             if isinstance(exception, pytorch("utilities.exceptions").SIGTERMException):

@@ -30,7 +30,6 @@ from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.rank_mapping import note_failure
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
-from lightning_async.trainer.data.epoch_data import report_failure
 from lightning_async.trainer.environment.settings import TrainerSettings, check_equal
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.lr_schedules import SCHEDULES
@@ -177,8 +176,6 @@ class AsyncStrategy(ReplicatedStrategy):
                 self._connection.membership.fail(in_words(exception))
         if self.failed:
             note_failure(in_words(exception))
-            if self._trainer is not None:
-                report_failure(self._trainer, exception)
         # After the report to the peers, because writing to the disk may hang.
         note_end(exception)
 

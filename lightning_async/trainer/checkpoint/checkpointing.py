@@ -37,6 +37,7 @@ from lightning_async.trainer.checkpoint.saves import (
     SavedFit,
     ServerSaves,
 )
+from lightning_async.trainer.data.epoch_data import report_failure
 from lightning_async.trainer.environment.environments import StableIds, names_of
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.loops.loggers import continue_files
@@ -260,6 +261,7 @@ class Checkpointing:
             # Also for KeyboardInterrupt and signals, which are no Exceptions.
             if self._is_preempted(exception):
                 self._leave_preempted(exception)
+            report_failure(self._trainer, exception)
             self._save_what_was(exception)
             raise
 

@@ -339,6 +339,10 @@ def report_failure(trainer: Any, exception: BaseException) -> None:
     outside = AsyncTrainingError | ConnectionError | TimeoutError
     if not isinstance(exception, Exception) or isinstance(exception, outside) or not fit.epoch_progress.current.started:
         return
+    # The first of several callers is nearest to the batch.
+    if "_is_reported" in vars(exception):
+        return
+    vars(exception)["_is_reported"] = True
     progress = fit.epoch_loop.batch_progress.current
     samples: list[int] = []
     loaders = [] if fit._combined_loader is None else fit._combined_loader.flattened
