@@ -189,11 +189,13 @@ class Supervisor:
         last = self._state.failures[-1]
         failure = last.failure
         assert failure is not None
-        same = [end.rank for end in self._state.failures[:-1] if end.failure and end.failure.text == failure.text]
-        samples = f", samples {failure.samples}" if failure.samples else ""
+        earlier = [(end.rank, end.failure) for end in self._state.failures[:-1] if end.failure]
+        rank, before = next(end for end in earlier if failure.repeats(end[1], is_same_rank=end[0] == last.rank))
+        common = sorted(set(failure.samples).intersection(before.samples))
+        samples = f", one of the samples {common}" if common else ""
         self._say(
             f"rank {last.rank} has failed in epoch {failure.epoch}, batch {failure.batch}{samples}, by the same "
-            f"exception as rank {same[-1]} before: {failure.text}\nAnother start would fail, too, so the job ends. "
+            f"exception as rank {rank} before: {failure.text}\nAnother start would fail, too, so the job ends. "
             f"{self._policy.max_restarts - self._state.restarts} of {self._policy.max_restarts} restarts are left."
         )
 

@@ -7,6 +7,7 @@ the rest of the epoch again when a rank joins. `EmptyShards` lets a rank without
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -345,15 +346,15 @@ def report_failure(trainer: Any, exception: BaseException) -> None:
     vars(exception)["_is_reported"] = True
     progress = fit.epoch_loop.batch_progress.current
     samples: list[int] = []
-    loaders = [] if fit._combined_loader is None else fit._combined_loader.flattened
-    if len(loaders) == 1:
-        source = follower(loaders[0])
-        position = {"share": told_of(loaders[0])[0], "taken": progress.completed, "drawn": {}}
-        if source is not None:
+    # Without samples the report is still of use, and nothing may hide the exception of the program.
+    with contextlib.suppress(Exception):
+        (loader,) = fit._combined_loader.flattened
+        position = {"share": told_of(loader)[0], "taken": progress.completed, "drawn": {}}
+        if (source := follower(loader)) is not None:
             position = source.position(before=progress.ready > progress.completed, ended=False)
-        told = position.get("share") or {}
+        told = position["share"]
         # A shuffled order needs the random numbers that were drawn, which a follower knows.
-        if told.get("kind") in ("distributed", "given", "sequential") or position.get("drawn"):
+        if told["kind"] != "random" or position["drawn"]:
             begin = position["taken"] * told["batch_size"]
             samples = share(position)[begin : begin + told["batch_size"]]
     first, *_, last = [line for line in in_words(exception).splitlines() if line.strip()] * 2
