@@ -423,7 +423,8 @@ def _all_ended(policy: Policy, state: LaunchState) -> Decision:
 
 def _exit_code(state: LaunchState) -> int:
     if state.repeats and state.asked is None:
-        return state.failures[-1].status  # the others may have gone on without this rank, and have saved
+        # Not the others' codes: they may have gone on without this rank, and have saved. A signal may have ended it.
+        return max(1, state.failures[-1].status)
     if state.store_lost and state.asked is None:
         return STORE_LOST
     statuses = {status for rank, status in state.statuses.items() if rank not in state.lost}

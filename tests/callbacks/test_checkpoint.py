@@ -28,6 +28,8 @@ from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.checkpoint.writer import SaveJob, Writer
 from lightning_async.data import iterators
 from lightning_async.errors import CheckpointError
+from lightning_async.membership.launcher_channel import Failure
+from lightning_async.trainer.data import epoch_data
 from lightning_async.trainer.loops import preemption
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt, send, until
@@ -131,6 +133,46 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
     assert in_child(lambda: train(every(tmp_path, 1000), At(9, twice))) == -signal.SIGTERM
     assert steps_in(tmp_path) == []
+
+
+class Unreadable(Dataset[Any]):
+    def __init__(self, is_read: bool) -> None:
+        self.is_read = is_read
+
+    def __len__(self) -> int:
+        return 4 * BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 37 and not self.is_read:
+            raise ValueError("no picture")
+        return torch.full((4,), float(index)), torch.zeros(1)
+
+
+class FailingStep(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if bool((batch[0] == 37.0).any()):
+            raise ValueError("no picture")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("in_step", [False, True], ids=["fetch", "step"])
+def test_a_failure_is_reported_with_its_samples(
+    in_step: bool, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[Failure] = []
+    monkeypatch.setattr(epoch_data, "tell_failure", reported.append)
+    loader = DataLoader(Unreadable(in_step), batch_size=4, shuffle=True, num_workers=workers)
+    for _ in range(2):
+        torch.manual_seed(11)
+        trainer = trainer_of(every(tmp_path / "saves", 1000))
+        with pytest.raises(ValueError, match="no picture"):
+            trainer.fit(FailingStep(), loader)
+    first, second = reported
+    assert first.text.endswith("ValueError: no picture")
+    assert 37 in first.samples
+    assert len(first.samples) == 4
+    assert second.repeats(first, is_same_rank=False)
 
 
 class SignalledHook(pl.Callback):

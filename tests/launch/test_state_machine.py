@@ -147,8 +147,9 @@ def test_an_exception_that_repeats_ends_the_job():
         rest = [Ended(other, -TERM) for other in sorted(ALL - {rank})]
         _, taken = run(AGAIN, first, Ended(0, -TERM), Ended(2, -TERM), Due(), second, *rest)
         assert taken[-1] == [last]
-    _, taken = run(AGAIN, Ended(1, 1, bad), Ended(2, 1, moved), Ended(0, TRY_AGAIN))
-    assert taken[-1] == [Finish(1)]
+    for status in (1, -TERM):
+        _, taken = run(AGAIN, Ended(1, 1, bad), Ended(2, status, moved), Ended(0, TRY_AGAIN))
+        assert taken[-1] == [Finish(1)]
 
 
 def test_pauses_grow_to_a_minute():

@@ -349,13 +349,15 @@ def report_failure(trainer: Any, exception: BaseException) -> None:
     # Without samples the report is still of use, and nothing may hide the exception of the program.
     with contextlib.suppress(Exception):
         (loader,) = fit._combined_loader.flattened
-        position = {"share": told_of(loader)[0], "taken": progress.completed, "drawn": {}}
+        position = {"share": told_of(loader)[0], "taken": progress.ready, "drawn": {}}
         if (source := follower(loader)) is not None:
-            position = source.position(before=progress.ready > progress.completed, ended=False)
+            position = source.position(before=False, ended=False)
         told = position["share"]
         # A shuffled order needs the random numbers that were drawn, which a follower knows.
         if told["kind"] != "random" or position["drawn"]:
-            begin = position["taken"] * told["batch_size"]
+            # A fetch that fails is not counted. Batches that are fetched ahead are.
+            ahead = len(getattr(fit._data_fetcher, "batches", ())) + progress.ready - progress.completed
+            begin = (position["taken"] - ahead) * told["batch_size"]
             samples = share(position)[begin : begin + told["batch_size"]]
     first, *_, last = [line for line in in_words(exception).splitlines() if line.strip()] * 2
     text = first if first == last else f"{first.partition(':')[0]}: {last}"
