@@ -155,8 +155,7 @@ class FailingStep(Noisy):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("in_step", [False, True], ids=["fetch", "step"])
+@pytest.mark.parametrize(("in_step", "workers"), [(False, 0), (True, 0), (True, 2)])
 def test_a_failure_is_reported_with_its_samples(
     in_step: bool, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
