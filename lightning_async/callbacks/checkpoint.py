@@ -25,7 +25,7 @@ from lightning_async.trainer.checkpoint.checkpoint_recovery import FILES, load_f
 from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.loops.loggers import keep_files_until_saved
-from lightning_async.trainer.loops.preemption import TRY_AGAIN
+from lightning_async.trainer.loops.preemption import TRY_AGAIN, StopSignal
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import check_object, pytorch
 from lightning_async.trainer.strategy_view import view_of
@@ -164,9 +164,11 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         # Not in a fit: scripts load checkpoints after it, and loggers open their files before callbacks run.
         load_folders()
         keep_files_until_saved()
+        StopSignal.install()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         check_object(self, trainer)
+        StopSignal.install()
         strategy = type(trainer.strategy).__name__
         if any(kind.__name__ in _SHARDED for kind in type(trainer.strategy).__mro__):
             raise ValueError(

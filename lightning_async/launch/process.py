@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_async.launch.state_machine import TRY_AGAIN
-from lightning_async.membership.launcher_channel import LONGEST, Death, named, news
+from lightning_async.membership.launcher_channel import LONGEST, Death, Failure, named, news
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable that names a rank's file
 # Largest number of characters of an error in a report.
@@ -61,6 +61,7 @@ class Process:
         """Socket with the rank's messages. Its end is never seen, as other processes may inherit the other side."""
         self.channel.setblocking(False)
         self._unread: list[bytes] = []
+        self.failure: Failure | None = None
         with theirs:
             self._popen = subprocess.Popen(
                 command, env={**environment, **named(theirs.fileno())}, pass_fds=[theirs.fileno()],
@@ -183,6 +184,7 @@ class Ending:
     told: int | None = None  # signal by which the launcher has told it to end, if any
     tail: Sequence[bytes] = ()  # last lines of its stderr
     error: str = ""  # exception that it has written to its file, see `ErrorFiles`
+    failure: Failure | None = None  # exception that it has reported, with the batch
 
 
 def signal_name(number: int) -> str:

@@ -20,7 +20,7 @@ from lightning_async.launch.output import Outputs
 from lightning_async.launch.process import Ending, ErrorFiles, Process
 from lightning_async.launch.state_machine import Policy
 from lightning_async.launch.store import LaunchStore
-from lightning_async.membership.launcher_channel import Death, heard
+from lightning_async.membership.launcher_channel import Death, failure_of, heard
 
 if TYPE_CHECKING:
     from lightning_async.launch.supervisor import Supervisor
@@ -163,12 +163,16 @@ class Ranks:
             stream.drain()
         tail = tuple(streams[1].tail)
         error = self._errors.read(rank)
-        self._supervisor.ended(Ending(rank, process.pid, status, seconds, tail=tail, error=error))
+        self._supervisor.ended(
+            Ending(rank, process.pid, status, seconds, tail=tail, error=error, failure=process.failure)
+        )
 
     def _listen(self, rank: int) -> None:
         if (process := self._processes.get(rank)) is None:
             return
         for message in process.messages():
+            if (failure := failure_of(message, process.pid)) is not None:
+                process.failure = failure
             if (told := heard(message, process.pid)) is not None:
                 self._supervisor.told(rank, *told)
 

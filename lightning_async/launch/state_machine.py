@@ -5,6 +5,7 @@
     RUNNING ----- they report that it is with them again -----> RUNNING; the rank is not lost any more
     REGROUPING -- they do not report this in time ------------> STOPPING
     RUNNING or REGROUPING: the store dies, or a signal comes -> STOPPING
+    RUNNING or REGROUPING: an exception repeats ------------> STOPPING, and then FINISHED
     STOPPING ---- the last rank has ended --------------------> BACKING_OFF, or FINISHED
     BACKING_OFF - the pause is over --------------------------> RUNNING
 
@@ -17,11 +18,12 @@ or its network is cut off).
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from lightning_async._checks import check_int, check_real
+from lightning_async.membership.launcher_channel import Failure
 
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a rank that was told to end has saved, and can be started again
 STORE_LOST = 69  # EX_UNAVAILABLE: the store, through which ranks meet, has died
@@ -102,6 +104,7 @@ class Ended:
 
     rank: int
     status: int
+    failure: Failure | None = None  # the exception of its program, if it has reported one
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,8 @@ class LaunchState:
     killed: bool = False  # whether SIGKILL was sent to the ranks that live
     restarts: int = 0  # restarts so far, of all ranks and of single ranks
     anew: int = 0  # restarts of all ranks
+    failures: Sequence[Ended] = ()  # ends of ranks by an exception of the program, since the job began
+    repeats: bool = False  # whether the last of these is the same as one before, so that no restart can help
 
     @property
     def trains(self) -> bool:
@@ -293,7 +298,8 @@ def decide(policy: Policy, state: LaunchState, event: Event) -> Decision:
 
 def _due(policy: Policy, state: LaunchState) -> Decision:
     if state.phase is Phase.BACKING_OFF:
-        again = LaunchState(living=policy.all, restarts=state.restarts + 1, anew=state.anew + 1)
+        counts = {"restarts": state.restarts + 1, "anew": state.anew + 1, "failures": state.failures}
+        again = LaunchState(living=policy.all, **counts)
         return again, [StartRanks(policy.all)]
     if state.phase is Phase.RUNNING:  # the other ranks have continued since
         return state, []
@@ -370,6 +376,10 @@ def _ended(policy: Policy, state: LaunchState, event: Ended) -> Decision:
     left_behind = state.left_behind - {event.rank}  # computed before the rank's end changes the state
     statuses = {**state.statuses, event.rank: event.status}
     state = _without_the_lost(replace(state, living=state.living - {event.rank}, statuses=statuses))
+    if (failure := event.failure) is not None and event.status != 0:
+        earlier = [(end.failure, end.rank == event.rank) for end in state.failures if end.failure is not None]
+        repeats = any(failure.repeats(before, is_same_rank) for before, is_same_rank in earlier)
+        state = replace(state, failures=(*state.failures, event), repeats=state.repeats or repeats)
     if not state.living:
         return _all_ended(policy, state)
     if not state.trains:
@@ -381,6 +391,8 @@ def _ended(policy: Policy, state: LaunchState, event: Ended) -> Decision:
     if event.status == 0:
         return state, []
     told: list[Action] = [Announce(event.rank, state.living)] if state.told else []
+    if state.repeats:
+        return replace(state, phase=Phase.STOPPING), [*told, Send(signal.SIGTERM, state.living), Wait(policy.grace_s)]
     if event.rank in state.lost:
         state, actions = _bring_back(policy, state)
         return state, [*told, *actions]
@@ -396,13 +408,16 @@ def _ended(policy: Policy, state: LaunchState, event: Ended) -> Decision:
 
 def _all_ended(policy: Policy, state: LaunchState) -> Decision:
     code = _exit_code(state)
-    again = state.asked is None and code not in (0, TRY_AGAIN) and state.restarts < policy.max_restarts
-    if again:
+    can_heal = state.asked is None and code not in (0, TRY_AGAIN) and not state.repeats
+    if can_heal and state.restarts < policy.max_restarts:
         return replace(state, phase=Phase.BACKING_OFF), [Wait(policy.pause_s(state.anew))]
     return replace(state, phase=Phase.FINISHED), [Finish(code)]
 
 
 def _exit_code(state: LaunchState) -> int:
+    if state.repeats and state.asked is None:
+        # Not the others' codes: they may have gone on without this rank, and have saved. A signal may have ended it.
+        return max(1, state.failures[-1].status)
     if state.store_lost and state.asked is None:
         return STORE_LOST
     statuses = {status for rank, status in state.statuses.items() if rank not in state.lost}

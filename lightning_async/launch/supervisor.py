@@ -77,7 +77,8 @@ class Supervisor:
         """Record that a rank has ended, and do what the state machine decides."""
         self._living.pop(ending.rank, None)
         self._endings.append(replace(ending, told=self._told.get(ending.rank)))
-        self._follow(state_machine.Ended(ending.rank, HUNG if ending.rank in self._hung else ending.status))
+        status = HUNG if ending.rank in self._hung else ending.status
+        self._follow(state_machine.Ended(ending.rank, status, ending.failure))
 
     def unkept(self, how: str) -> None:
         """Log that the process that holds the store has ended, and do what the state machine decides.
@@ -108,6 +109,8 @@ class Supervisor:
     def _follow(self, event: state_machine.Event) -> None:
         before = self._state
         self._state, actions = state_machine.decide(self._policy, before, event)
+        if self._state.repeats and not before.repeats:
+            self._tell_of_the_repeated()
         if self._state.phase is Phase.RUNNING and before.trains:
             self._tell_of_the_lost(before, actions)
         if self._state.phase is not before.phase:
@@ -178,6 +181,20 @@ class Supervisor:
         for restart, action in enumerate(waits, start=before.restarts + len(before.pausing) + 1):
             number = f"restart {restart} of {self._policy.max_restarts}"
             self._say(f"Rank {action.rank} starts again in {action.seconds:g} s, to join the others ({number}).")
+
+    def _tell_of_the_repeated(self) -> None:
+        last = self._state.failures[-1]
+        failure = last.failure
+        assert failure is not None
+        earlier = [(end.rank, end.failure) for end in self._state.failures[:-1] if end.failure]
+        rank, before = next(end for end in earlier if failure.repeats(end[1], is_same_rank=end[0] == last.rank))
+        common = sorted(set(failure.samples).intersection(before.samples))
+        samples = f", one of the samples {common}" if common else ""
+        self._say(
+            f"rank {last.rank} has failed in epoch {failure.epoch}, batch {failure.batch}{samples}, by the same "
+            f"exception as rank {rank} before: {failure.text}\nAnother start would fail, too, so the job ends. "
+            f"{self._policy.max_restarts - self._state.restarts} of {self._policy.max_restarts} restarts are left."
+        )
 
     def _tell(self, before: LaunchState, actions: list[state_machine.Action]) -> None:
         state = self._state

@@ -1,6 +1,7 @@
 """Messages between a rank and the launcher that has started it: a rank's generation, and deaths of other ranks.
 
     rank --- {"process": 4711, "generation": 1, "members": ["0", "2"]} ---> launcher
+    rank --- {"process": 4711, "failure": {"text": "ValueError: bad", "epoch": 0, "batch": 9, ...}} ---> launcher
     rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed"} --- launcher
 
 ``was`` is the process id of the dead rank.
@@ -52,14 +53,40 @@ class Death(NamedTuple):
     text: str  # how it has ended, in words that follow the rank
 
 
+class Failure(NamedTuple):
+    """The exception of a rank's program, and the batch in which it was raised."""
+
+    text: str  # type of the exception, and the last line of its message
+    epoch: int
+    batch: int  # number of the batch in the rank's epoch
+    samples: Sequence[int] = ()  # indices of the batch's samples; empty if they are unknown
+
+    def repeats(self, before: Failure, is_same_rank: bool) -> bool:
+        """Return whether the same exception was raised ``before``, by the same samples or at the same batch of a rank.
+
+        >>> Failure("ValueError: bad", 0, 9, [36, 37]).repeats(Failure("ValueError: bad", 0, 4, [37, 38]), False)
+        True
+        """
+        at_same_batch = is_same_rank and (self.epoch, self.batch) == (before.epoch, before.batch)
+        return self.text == before.text and (at_same_batch or not set(self.samples).isdisjoint(before.samples))
+
+
 def tell_generation(number: int, members: Sequence[str]) -> None:
     """Send the launcher this rank's generation and its members.
 
     This neither waits nor raises, even if there is no launcher, or if the socket's descriptor now belongs to another
     file. The message is lost if the launcher has hundreds of unread messages.
     """
-    said = {"process": os.getpid(), "generation": int(number), "members": [str(member) for member in members]}
-    message = _dump(said)
+    _send({"generation": int(number), "members": [str(member) for member in members]})
+
+
+def tell_failure(failure: Failure) -> None:
+    """Send the launcher the exception that ends this rank, and where it was raised; see `tell_generation`."""
+    _send({"failure": failure._asdict()})
+
+
+def _send(said: dict[str, Any]) -> None:
+    message = _dump({"process": os.getpid(), **said})
     if len(message) > LONGEST:
         return
     with contextlib.suppress(OSError, ValueError, OverflowError):
@@ -201,6 +228,16 @@ def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
     if type(number) is not int or number < 0 or not isinstance(members, list):
         return None
     return (number, tuple(members)) if all(isinstance(member, str) for member in members) else None
+
+
+def failure_of(message: bytes, process: int) -> Failure | None:
+    """Return the failure that a rank's message reports; None for any other message."""
+    match _load(message, process).get("failure"):
+        case {"text": str(text), "epoch": int(epoch), "batch": int(batch), "samples": list(samples)} if all(
+            type(sample) is int for sample in samples
+        ):
+            return Failure(text, epoch, batch, samples)
+    return None
 
 
 def _dump(said: dict[str, Any]) -> bytes:

@@ -17,7 +17,13 @@ import torch
 from lightning_async.engine.collectives import LightningCollectives, StepsInterrupted
 from lightning_async.engine.shared_state import SyncPointKind, Vote
 from lightning_async.trainer.configuration_checks import FitCheck
-from lightning_async.trainer.data.epoch_data import EmptyShards, EpochAssignment, JoinerData, LostRankData
+from lightning_async.trainer.data.epoch_data import (
+    EmptyShards,
+    EpochAssignment,
+    JoinerData,
+    LostRankData,
+    report_failure,
+)
 from lightning_async.trainer.data.samplers import ConsistentMetrics, SamplerResize
 from lightning_async.trainer.loops.loggers import LoggingFailover
 from lightning_async.trainer.loops.lr_schedules import LearningRates, StepState
@@ -236,6 +242,9 @@ class ShortEpochs:
             # An exception from a loader's worker is part of a reference cycle, which would keep the workers alive.
             ended.__traceback__ = None
             raise StopIteration from None
+        except Exception as exception:
+            report_failure(self._trainer, exception)
+            raise
 
     def _end(self) -> None:
         trainer = self._trainer

@@ -22,6 +22,7 @@ from lightning_async.checkpoint.writer_process import DirectoryLock
 from lightning_async.engine.replica import tensors_of
 from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.errors import PeerLost
+from lightning_async.trainer.loops import preemption
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import logged, make_trainer, rank, scenario, together
@@ -246,6 +247,16 @@ class BeforeTraining(At):
 def tell_this() -> None:
     """This process alone."""
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def held_up(folder: str) -> None:
+    """Rank 0 is told to stop; rank 1 does not end the step in which all would learn of it."""
+    preemption._LATE_S = 1.0
+    if rank() == 0:
+        told = At(STOP, tell_this)
+    else:
+        told = At(STOP + 1, lambda: until(lambda: CheckpointStore(folder).entries(), "rank 0 has saved alone"))
+    train(Path(folder), "ddp", told, every_n_train_steps=1000)
 
 
 def preempted(

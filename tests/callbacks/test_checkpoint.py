@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -27,6 +28,9 @@ from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.checkpoint.writer import SaveJob, Writer
 from lightning_async.data import iterators
 from lightning_async.errors import CheckpointError
+from lightning_async.membership.launcher_channel import Failure
+from lightning_async.trainer.data import epoch_data
+from lightning_async.trainer.loops import preemption
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt, send, until
 
@@ -129,6 +133,103 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
     assert in_child(lambda: train(every(tmp_path, 1000), At(9, twice))) == -signal.SIGTERM
     assert steps_in(tmp_path) == []
+
+
+class Unreadable(Dataset[Any]):
+    def __init__(self, is_read: bool) -> None:
+        self.is_read = is_read
+
+    def __len__(self) -> int:
+        return 4 * BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 37 and not self.is_read:
+            raise ValueError("no picture")
+        return torch.full((4,), float(index)), torch.zeros(1)
+
+
+class FailingStep(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if bool((batch[0] == 37.0).any()):
+            raise ValueError("no picture")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("in_step", "workers"), [(False, 0), (True, 0), (True, 2)])
+def test_a_failure_is_reported_with_its_samples(
+    in_step: bool, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[Failure] = []
+    monkeypatch.setattr(epoch_data, "tell_failure", reported.append)
+    loader = DataLoader(Unreadable(in_step), batch_size=4, shuffle=True, num_workers=workers)
+    for _ in range(2):
+        torch.manual_seed(11)
+        trainer = trainer_of(every(tmp_path / "saves", 1000))
+        with pytest.raises(ValueError, match="no picture"):
+            trainer.fit(FailingStep(), loader)
+    first, second = reported
+    assert first.text.endswith("ValueError: no picture")
+    assert 37 in first.samples
+    assert len(first.samples) == 4
+    assert second.repeats(first, is_same_rank=False)
+
+
+class SignalledHook(pl.Callback):
+    """Sends SIGTERM to its own process in one hook, and says when that hook has ended."""
+
+    def __init__(self, hook: str, ended: Path) -> None:
+        setattr(self, hook, self.signal)
+        self.ended = ended
+
+    def signal(self, *_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        self.ended.touch()
+
+
+class Downloads(Noisy):
+    def prepare_data(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(120.0)
+
+
+@pytest.mark.timeout(150)
+def test_a_signal_before_training_ends_it_at_once_with_75(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    assert in_child(lambda: train(every(tmp_path, 1000), module=Downloads())) == 75
+    assert time.monotonic() - begun < 60.0
+    assert in_child(lambda: train(every(tmp_path, 1000), SignalledHook("setup", tmp_path / "ended"))) == 75
+    assert not (tmp_path / "ended").exists()
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end", "teardown"])
+def test_a_signal_after_the_last_save_changes_no_code(hook: str, tmp_path: Path) -> None:
+    assert in_child(lambda: train(every(tmp_path, 1000), SignalledHook(hook, tmp_path / "ended"))) == 0
+    assert (tmp_path / "ended").exists()
+    assert steps_in(tmp_path) == [BATCHES * EPOCHS]
+
+
+@pytest.mark.timeout(150)
+def test_a_signal_between_two_fits_ends_the_second_with_75(tmp_path: Path) -> None:
+    def script() -> None:
+        train(every(tmp_path / "first", 1000), SignalledHook("on_fit_end", tmp_path / "ended"))
+        train(every(tmp_path / "second", 1000))
+
+    assert in_child(script) == 75
+    assert steps_in(tmp_path / "first") == [BATCHES * EPOCHS]
+    assert steps_in(tmp_path / "second") == []
+
+
+@pytest.mark.timeout(150)
+def test_a_program_with_more_to_do_ends_with_75(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "_LATE_S", 0.5)
+
+    def script() -> None:
+        train(every(tmp_path, 1000))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(120.0)
+
+    assert in_child(script) == 75
 
 
 class Waits(Dataset[Any]):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_async.checkpoint.store import CheckpointStore
 from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP
 from tests.strategies.workers import Outcomes
+from tests.support import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -72,6 +75,15 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_with_75(ranks: Outcomes, nam
         assert rank["ranks"] == [0, 1]
         assert rank["steps"] == BATCHES * EPOCHS - rank["first"], "no batch is lost, none comes twice"
     assert told[1]["first"] - STOP in range(8), "all leave a few steps later"
+
+
+def test_a_rank_told_to_stop_waits_for_no_hanging_peer(tmp_path: Path) -> None:
+    kwargs = {"folder": str(tmp_path)}
+    results = run_ranks("tests.callbacks.checkpoint_ranks:held_up", 2, kwargs=kwargs, check=False, timeout=120)
+    assert results[0].returncode == 75, "\n".join(map(str, results))
+    (entry,) = CheckpointStore(tmp_path).entries()
+    assert entry.manifest is not None
+    assert (entry.step, list(entry.manifest.ranks)) == (STOP + 1, [0])
 
 
 def assert_preempted(name: str, rank: dict[str, Any]) -> None:

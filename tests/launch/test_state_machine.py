@@ -27,6 +27,7 @@ from lightning_async.launch.state_machine import (
     begin,
     decide,
 )
+from lightning_async.membership.launcher_channel import Failure
 
 TERM, INT, HUP, KILL, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL, signal.SIGUSR1
 PLAIN = Policy(ranks=3, grace_s=30.0, patience_s=5.0)
@@ -131,6 +132,24 @@ def test_all_start_again_after_growing_pauses_until_there_were_enough():
 def test_a_new_start_knows_nothing_of_the_one_before():
     state, _ = run(AGAIN, StoreEnded(), *all_end(1, -TERM, -TERM), Due())
     assert state == LaunchState(living=ALL, restarts=1, anew=1)
+
+
+def test_an_exception_that_repeats_ends_the_job():
+    bad = Failure("ValueError: bad", epoch=0, batch=4, samples=[36, 37])
+    moved = bad._replace(epoch=1, batch=9, samples=[37, 99])
+    others = [bad._replace(text="KeyError: 3"), moved._replace(samples=[99]), bad._replace(batch=5, samples=[])]
+    for failure, ends in [(bad, True), (moved, True), *((other, False) for other in others)]:
+        _, taken = run(AGAIN, Ended(1, 1, bad), *all_end(-TERM, 0, -TERM)[::2], Due(), Ended(1, 1, failure))
+        assert taken[-1] == term(0, 2, seconds=30.0 if ends else 5.0)
+    same_batch = bad._replace(samples=[])
+    for rank, last in [(1, Finish(1)), (0, Wait(2.0))]:
+        first, second = Ended(1, 1, same_batch), Ended(rank, 1, same_batch)
+        rest = [Ended(other, -TERM) for other in sorted(ALL - {rank})]
+        _, taken = run(AGAIN, first, Ended(0, -TERM), Ended(2, -TERM), Due(), second, *rest)
+        assert taken[-1] == [last]
+    for status in (1, -TERM):
+        _, taken = run(AGAIN, Ended(1, 1, bad), Ended(2, status, moved), Ended(0, TRY_AGAIN))
+        assert taken[-1] == [Finish(1)]
 
 
 def test_pauses_grow_to_a_minute():

@@ -18,6 +18,7 @@ from tests.strategies.live_rank_workers import SAMPLES
 pytestmark = pytest.mark.processes
 
 SCRIPT = str(Path(__file__).with_name("train.py"))
+BAD_SAMPLE = str(Path(__file__).with_name("bad_sample.py"))
 COMES_BACK = str(Path(__file__).with_name("comes_back.py"))
 BATCHES = 200
 Launch = Callable[..., Launched]
@@ -139,3 +140,22 @@ def test_rank_0_is_killed_then_rank_2_and_the_last_one_trains_and_tests(
     assert [(each["name"], each["rank"], each["world_size"], each["lost"]) for each in told] == [("1", 0, 1, 2)]
     assert sorted(told[0]["trained"]["0"]) == sorted(told[0]["tested"]) == list(range(SAMPLES))
     assert told[0]["test_mean"] == (SAMPLES - 1) / 2
+
+
+@pytest.mark.timeout(200)
+def test_a_bad_sample_ends_the_job_before_all_restarts(launch: Launch):
+    job = launch("-n", "3", "--max-restarts", "3", BAD_SAMPLE, forks=True)
+    assert job.end() == 1
+    (words,) = [line for line in job.err.splitlines() if "by the same exception" in line]
+    assert words.endswith("ValueError: it is no picture")
+    assert "epoch 0, batch " in words
+    assert 37 in map(int, words.partition("one of the samples [")[2].partition("]")[0].split(", "))
+    assert any(f"{left} of 3 restarts are left" in job.err for left in (2, 3)), job.err
+
+
+@pytest.mark.timeout(200)
+def test_an_exception_that_comes_once_costs_one_restart(launch: Launch, tmp_path: Path):
+    job = launch("-n", "3", "--max-restarts", "3", BAD_SAMPLE, str(tmp_path / "raised"), forks=True)
+    assert job.end() == 0, job.err
+    assert job.out.count("DONE") >= 2
+    assert "by the same exception" not in job.err

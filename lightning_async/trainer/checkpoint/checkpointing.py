@@ -37,6 +37,7 @@ from lightning_async.trainer.checkpoint.saves import (
     SavedFit,
     ServerSaves,
 )
+from lightning_async.trainer.data.epoch_data import report_failure
 from lightning_async.trainer.environment.environments import StableIds, names_of
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.loops.loggers import continue_files
@@ -206,7 +207,12 @@ class Checkpointing:
     def _boundary(self) -> None:
         """Poll the saver at a safe point, and let the save coordinator save if a save is due."""
         self._recovery.got_on = True
-        self._preempted.acts = self._preempted.told
+        if self._preempted.told and not isinstance(self._pace, LockstepSaves):
+            self._preempted.act()
+        elif self._preempted.told and self.resume.where is not None:
+            # Ranks that step together leave a step later. A rank that hangs until then must not cost this state.
+            self.resume.points.keeps = True
+            self.resume.points.reach(self.resume.where)
         if self.saver is None or self._pace is None:
             return
         if self.resume.where == "batch":
@@ -260,6 +266,7 @@ class Checkpointing:
     def end(self) -> None:
         if self._pace is not None:
             self._pace.end()
+            self._preempted.has_saved = True
         self.written.publish(ended=True)
 
     def _run_fit(self, original: Any) -> None:
@@ -269,6 +276,7 @@ class Checkpointing:
             # Also for KeyboardInterrupt and signals, which are no Exceptions.
             if self._is_preempted(exception):
                 self._leave_preempted(exception)
+            report_failure(self._trainer, exception)
             self._save_what_was(exception)
             raise
 
@@ -307,7 +315,10 @@ class Checkpointing:
             if self._pace is not None and self._pace.fail(error, "preemption"):
                 assert self.saver is not None
                 self.saver.wait(FAILED_S)
-            log.warning("Rank %d was told to stop within a long step: it ends before that step.", self._names.mine)
+            log.warning(
+                "Rank %d was told to stop, and its step takes too long (it may wait for another rank): it ends before "
+                "that step.", self._names.mine
+            )  # fmt: skip
             self._trainer.strategy.on_exception(error)
         except Exception as error:
             log.error("Rank %d cannot save within a step: %r", self._names.mine, error)

@@ -202,6 +202,7 @@ class LockstepSaves(SaveCoordinator):
         # Ranks validate unequal numbers of batches, so several ranks cannot save together here.
         if self._fit.resume.where == "validation":
             if trainer.world_size == 1 and preempted.told:
+                preempted.act()
                 self._save("preemption")
                 preempted.leave(self._finish)
             return
@@ -258,6 +259,7 @@ class LockstepSaves(SaveCoordinator):
             except CollectiveError:
                 # The exchange itself has failed, so another rank is not here.
                 self._failed = True
+        preempted.act()
         self._save("preemption", alone=self._failed)
         if not self._failed:
             preempted.leave(self._finish)

@@ -7,6 +7,7 @@ the rest of the epoch again when a rank joins. `EmptyShards` lets a rank without
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from lightning_async.data.redistribution import (
     before,
     inherited,
     joined,
+    share,
     stream_of,
     streamed,
     told_of,
@@ -29,11 +31,14 @@ from lightning_async.data.stateful_loader import Source, sources_of
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.shared_state import Vote
 from lightning_async.engine.sync_points import SyncPoints
+from lightning_async.errors import AsyncTrainingError
+from lightning_async.membership.launcher_channel import Failure, tell_failure
 from lightning_async.trainer.loops.loop_state import LoggedValues
 from lightning_async.trainer.loops.lr_schedules import LearningRates
 from lightning_async.trainer.namespace import (
     Undo,
     callbacks_of,
+    in_words,
     override,
     set_for_now,
     take_back,
@@ -317,6 +322,39 @@ def follower(loader: Any) -> Source | None:
     """Return the `Source` from which a loader takes its batches instead of its own iterator; None without one."""
     owner = getattr(vars(loader).get("_get_iterator"), "source", None)
     return owner if isinstance(owner, Source) else None
+
+
+def report_failure(trainer: Any, exception: BaseException) -> None:
+    """Tell the launcher of an exception within training, and of the batch and the samples at which it was raised.
+
+    Errors of this package, of connections and of time limits have causes outside of the program, and are not reported.
+    """
+    fit = trainer.fit_loop
+    outside = AsyncTrainingError | ConnectionError | TimeoutError
+    if not isinstance(exception, Exception) or isinstance(exception, outside) or not fit.epoch_progress.current.started:
+        return
+    # The first of several callers is nearest to the batch.
+    if "_is_reported" in vars(exception):
+        return
+    vars(exception)["_is_reported"] = True
+    progress = fit.epoch_loop.batch_progress.current
+    samples: list[int] = []
+    # Without samples the report is still of use, and nothing may hide the exception of the program.
+    with contextlib.suppress(Exception):
+        (loader,) = fit._combined_loader.flattened
+        position = {"share": told_of(loader)[0], "taken": progress.ready, "drawn": {}}
+        if (source := follower(loader)) is not None:
+            position = source.position(before=False, ended=False)
+        told = position["share"]
+        # A shuffled order needs the random numbers that were drawn, which a follower knows.
+        if told["kind"] != "random" or position["drawn"]:
+            # A fetch that fails is not counted. Batches that are fetched ahead are.
+            ahead = len(getattr(fit._data_fetcher, "batches", ())) + progress.ready - progress.completed
+            begin = (position["taken"] - ahead) * told["batch_size"]
+            samples = share(position)[begin : begin + told["batch_size"]]
+    first, *_, last = [line for line in in_words(exception).splitlines() if line.strip()] * 2
+    text = first if first == last else f"{first.partition(':')[0]}: {last}"
+    tell_failure(Failure(text, fit.epoch_progress.current.processed, progress.completed, samples))
 
 
 class LostRankData:

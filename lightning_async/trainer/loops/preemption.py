@@ -8,6 +8,7 @@ its main thread. The user's own handler of SIGTERM runs after the fit has ended.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -33,6 +34,7 @@ _REQUEUE_S = 60.0
 _LATE_S = 15.0
 """Seconds until another thread acts in place of the main one; schedulers kill a job half a minute after the signal."""
 _LOOK_S = 0.01
+_HAS_MORE_TO_DO = "after a fit had ended, and it has more to do"
 
 
 def in_this_process(handle: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
@@ -46,10 +48,67 @@ def in_this_process(handle: Callable[[int, Any], None]) -> Callable[[int, Any], 
         if os.getpid() == own:
             handle(number, frame)
         else:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            _die_of(number)
 
     return handler
+
+
+def _die_of(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+class StopSignal:
+    """The process's handler of SIGTERM while no fit trains, in place of the default action, from `install` on.
+
+    Before the first fit trains, nothing can be lost, and the process ends at once with exit code `TRY_AGAIN`. Later,
+    the program may be about to end: it ends by itself, with its own exit code. If it has more to do, it ends with
+    `TRY_AGAIN`: at its next call of the Trainer, or 15 seconds after the signal.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._is_told = False
+        self.has_trained = False
+
+    @classmethod
+    def install(cls) -> None:
+        """Handle SIGTERM from now on, unless the program has a handler of its own; end if the signal has come before.
+
+        This does nothing outside of the main thread, which alone can set handlers.
+        """
+        now = signal.getsignal(signal.SIGTERM)
+        if isinstance(now, cls) and now._process == os.getpid():
+            if now._is_told:
+                _end(_HAS_MORE_TO_DO)
+        elif (now is signal.SIG_DFL or isinstance(now, cls)) and threading.current_thread() is threading.main_thread():
+            handler = cls()
+            signal.signal(signal.SIGTERM, handler)
+            atexit.register(handler._exit)
+
+    def __call__(self, number: int, frame: Any) -> None:
+        # A fork inherits the handler, and the signal ends it as usual.
+        if os.getpid() != self._process:
+            _die_of(number)
+        if not self.has_trained:
+            _end("before it trained. Nothing is lost")
+        # Further signals change nothing, because a limit runs since the first one.
+        if not self._is_told:
+            self._is_told = True
+            late = threading.Timer(_LATE_S, _end, [_HAS_MORE_TO_DO])
+            late.daemon = True
+            late.start()
+
+    def _exit(self) -> None:
+        # Python gives signals their default action while it ends, which would change the exit code of all that is done.
+        if self.has_trained and signal.getsignal(signal.SIGTERM) is self and os.getpid() == self._process:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _end(when: str) -> NoReturn:
+    """End this process without the program's own handling of exceptions, as the signal's default action does."""
+    log.warning("This process was told to stop by SIGTERM %s: it ends with exit code %d.", when, TRY_AGAIN)
+    os._exit(TRY_AGAIN)
 
 
 class Preemption:
@@ -59,8 +118,11 @@ class Preemption:
         self._trainer = trainer
         self.told = False
         """Whether this rank has received the signal."""
-        self.acts = False
-        """Whether the main thread has come to a safe point since the signal."""
+        self._acts = False
+        """Whether the main thread leaves training because of the signal."""
+        self._leaving = threading.Lock()
+        self.has_saved = False
+        """Whether the last save of the training is written."""
         self.on_late: Callable[[], bool] = lambda: False
         """Function that leaves from another thread; returns False if that is impossible at the moment."""
         self._told_at = 0.0
@@ -109,6 +171,8 @@ class Preemption:
         if handlers is None:
             return
         users = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+        if isinstance(users, StopSignal):
+            users.has_trained = True
         if users in handlers:
             handlers.remove(users)
             self._users = users if callable(users) else None
@@ -118,11 +182,10 @@ class Preemption:
     def _note(self, number: int, frame: Any) -> None:
         """Record that this rank has received the signal, before the other handlers run.
 
-        A second signal, more than a second later, ends the process at once.
+        A second signal, more than a second later, ends the process at once, unless all is saved.
         """
-        if self.told and time.monotonic() - self._told_at > _SAME_S:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self.told and time.monotonic() - self._told_at > _SAME_S and not self.has_saved:
+            _die_of(signal.SIGTERM)
         if not self.told:
             self._told_at = time.monotonic()
             self.told = True
@@ -131,8 +194,16 @@ class Preemption:
     def _wait_for_main(self) -> None:
         """Leave from this thread if the main thread stays within one step, such as one that compiles the model."""
         time.sleep(_LATE_S)
-        while not self.acts and not self._trainer._signal_connector.received_sigterm and not self.on_late():
+        while True:
+            with self._leaving:
+                if self._acts or self._trainer._signal_connector.received_sigterm or self.on_late():
+                    return
             time.sleep(1.0)
+
+    def act(self) -> None:
+        """Record that the main thread leaves training; while another thread leaves in place of it, wait."""
+        with self._leaving:
+            self._acts = True
 
     def _at_the_end(self, signals: Any) -> None:
         """Patch the teardown of ``signals``, so that it calls the user's own handler of SIGTERM, if a signal came.
@@ -148,6 +219,9 @@ class Preemption:
             if users is None or not self.told:
                 return
             preempted = isinstance(sys.exc_info()[1], pytorch("utilities.exceptions").SIGTERMException)
+            # The exception has told the program.
+            if preempted and isinstance(users, StopSignal):
+                return
             try:
                 users(signal.SIGTERM, sys._getframe())
             except BaseException:
