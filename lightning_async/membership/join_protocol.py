@@ -91,7 +91,10 @@ class JoinBoard:
         return store, lambda: shut_down(sockets)
 
     def write(self, key: str, note: Mapping[str, Any]) -> None:
-        self._store.set(key, self.seal.sign(key, json.dumps(dict(note)).encode()))
+        self.write_bytes(key, json.dumps(dict(note)).encode())
+
+    def write_bytes(self, key: str, value: bytes) -> None:
+        self._store.set(key, self.seal.sign(key, value))
 
     def settle(self, key: str, note: Mapping[str, Any]) -> dict[str, Any]:
         """Write ``note``, unless there is one already; return the note that is there, the same on all ranks."""
@@ -102,10 +105,11 @@ class JoinBoard:
             self._store.compare_set(key, before, signed)
         return self.read(key)
 
+    def read_bytes(self, key: str) -> bytes | None:
+        return self.seal.open(key, self._store.get(key)) if self._store.check([key]) else None
+
     def read(self, key: str) -> dict[str, Any]:
-        if not self._store.check([key]):
-            return {}
-        value = self.seal.open(key, self._store.get(key))
+        value = self.read_bytes(key)
         try:
             note = {} if value is None else json.loads(value)
         except (ValueError, RecursionError):
@@ -129,8 +133,8 @@ class JoinBoardWithTimeout(JoinBoard):
         self._store, self._hang_up = self.ask(lambda: door.connect(2 * dead_after))
         self.seal = door.seal
 
-    def read(self, key: str) -> dict[str, Any]:
-        read = super().read
+    def read_bytes(self, key: str) -> bytes | None:
+        read = super().read_bytes
         return self.ask(lambda: read(key))
 
     def ask(self, question: Callable[[], T]) -> T:
