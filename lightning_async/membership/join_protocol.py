@@ -137,6 +137,10 @@ class JoinBoardWithTimeout(JoinBoard):
         read = super().read_bytes
         return self.ask(lambda: read(key))
 
+    def write_bytes(self, key: str, value: bytes) -> None:
+        write = super().write_bytes
+        self.ask(lambda: write(key, value))
+
     def ask(self, question: Callable[[], T]) -> T:
         """Return the result of ``question``, which runs on another thread; raise if the store does not answer."""
         answer: Future[T] = Future()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,7 +21,6 @@ from lightning_async.engine.replica import BufferPolicies, OptimizerPolicy
 from lightning_async.engine.shared_state import Vote
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.errors import Evicted, PeerLost, StoreLost
-from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.strategies.averaging_state import SavedState
 from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.strategies.finished_calls import CallIsOver, FinishedCalls
@@ -119,26 +118,22 @@ class AsyncStrategy(ReplicatedStrategy):
             config = self.config
             configuration_checks.check_survival(owner, config.min_replicas, config.max_replicas, self.world_size)
 
-    def run_call(self, trainer: Any, call: Callable[[], Any]) -> Any:
+    def run_call(self, trainer: Any, call: partial[Any]) -> Any:
         """Run a call of the Trainer, and publish its result for ranks that come back; on such a rank, take it."""
         if self.host is None or self.num_started == 1:
             return call()
+        self.finished_calls.begin(trainer, call.args[1:])  # the first one is the model
         try:
             result = call()
         except CallIsOver as over:
-            return self.finished_calls.take_over(self.door, trainer, over.parts)
-        self.finished_calls.publish(self.door, trainer, result)
+            return self.finished_calls.take_over(trainer, over.parts)
+        self.finished_calls.publish(trainer, result)
         return result
-
-    @property
-    def door(self) -> JoinBoard:
-        """The board in the store by which ranks come back."""
-        return cast(TorchTransport, self.transport).door(self.cluster_environment)
 
     def connect_ranks(self) -> None:
         super().connect_ranks()
         if self.joining and self.host is not None:
-            self.finished_calls.wait(self.door, self.module.trainer)
+            self.finished_calls.wait(self.module.trainer)
 
     def use(self, connection: Connection, run: int) -> None:
         super().use(connection, run)

@@ -261,7 +261,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
 
-    def run_call(self, trainer: Any, call: Callable[[], Any]) -> Any:
+    def run_call(self, trainer: Any, call: partial[Any]) -> Any:
         """Run a call of the Trainer, such as ``fit``, in this process, and return its result."""
         return call()
 

@@ -9,42 +9,47 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
+import re
+import zlib
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_async.comm.serialization import decode, encode, take_apart
 from lightning_async.errors import AsyncTrainingError
-from lightning_async.membership.join_protocol import JoinBoard
-from lightning_async.membership.startup import WaitWithLog
+from lightning_async.membership.join_protocol import JoinBoard, JoinBoardWithTimeout
+from lightning_async.membership.startup import WaitWithLog, naming_the_stores_host
 from lightning_async.strategies.rank_mapping import begin_call, count_run, next_call
 from lightning_async.trainer.data.join import copy_tensors, tensors_of
 from lightning_async.trainer.namespace import pytorch
+from lightning_async.transports.torch import TorchTransport
 
 if TYPE_CHECKING:
     from lightning_async.strategies.async_strategy import AsyncStrategy
 
 log = logging.getLogger(__name__)
-PATIENCE = timedelta(minutes=30)
-"""Longest time that a returning rank waits until the other ranks finish an evaluation, or begin a fit."""
-_WEIGHTS_S = 10.0
+_PATIENCE = timedelta(minutes=30)
 _LARGE_BYTES = 1 << 20
 _room = [1 << 26]  # bytes that this process may still publish in values of more than `_LARGE_BYTES`
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _STATE = "state of "
+_REMEDY = (
+    "Each start of a script must make the same calls with the same data: it must not leave out what was done before, "
+    "and random splits need a seed."
+)
 
 
 class CallIsOver(Exception):
-    """The other ranks have finished the call of the Trainer that this returning rank makes; it leaves the call, too.
+    """The other ranks have finished the call of the Trainer that this returning rank makes, so that it leaves the call.
 
     Args:
         parts: What was published of the call's end, see `FinishedCalls`.
     """
 
-    def __init__(self, parts: dict[str, Tensor]) -> None:
+    def __init__(self, parts: dict[str, Any]) -> None:
         super().__init__("the other ranks have finished this call of the Trainer")
         self.parts = parts
 
@@ -64,18 +69,28 @@ class FinishedCalls:
 
     def __init__(self, strategy: AsyncStrategy) -> None:
         self._strategy = strategy
+        self._call = ""
 
     @property
     def _name(self) -> str:
         environment = self._strategy.cluster_environment
         return str(getattr(environment, "launchers", environment).global_rank())
 
-    def publish(self, board: JoinBoard, trainer: Any, result: Any) -> None:
+    def _open_board(self) -> JoinBoard:
+        strategy = self._strategy
+        door = cast(TorchTransport, strategy.transport).door(strategy.cluster_environment)
+        return JoinBoardWithTimeout(door, int(self._name), strategy.config.timeouts.dead_after, lambda: None)
+
+    def begin(self, trainer: Any, data: Any) -> None:
+        """Note the call that begins: its kind, and the loaders and data modules in ``data``."""
+        self._call = f"{trainer.state.fn.value}({describe_data(data)})"
+
+    def publish(self, trainer: Any, result: Any) -> None:
         """Publish the end of the call that this rank has just finished."""
         call = next_call() - 1
         changed = trainer.state.fn == "fit" or trainer.ckpt_path is not None
         parts = {
-            "call": trainer.state.fn.value,
+            "call": self._call,
             "result": result,
             "metrics": {name: dict(getattr(trainer._logger_connector, name)) for name in _METRICS},
             "progress": trainer.fit_loop.state_dict(),
@@ -86,10 +101,27 @@ class FinishedCalls:
                 parts[_STATE + callback.state_key] = callback.state_dict()
         encoded = {name: data for name, value in parts.items() if (data := _encode(value)) is not None}
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the next call says so
+            board = self._open_board()
             if changed and self._strategy.global_rank == 0:
                 weights = _encode(tensors_of(trainer.lightning_module))
                 board.write_bytes(f"weights/{call}", b"" if weights is None else weights.numpy().tobytes())
             board.write_bytes(f"call/{call}/{self._name}", encode(encoded).numpy().tobytes())
+
+    def wait(self, trainer: Any) -> None:
+        """Wait until the other ranks have finished the call that this returning rank makes, and raise `CallIsOver`.
+
+        Return at once if the call is a fit that the others have not finished: this rank can join it.
+
+        Raises:
+            AsyncTrainingError: see `leave_if_over`; or the call is not over after 30 minutes.
+        """
+        patience = WaitWithLog(int(self._name), _PATIENCE, lambda: None)
+        with naming_the_stores_host(int(self._name)):
+            board = self._open_board()
+            self.leave_if_over(board)
+            while trainer.state.fn != "fit":
+                patience.wait(lambda: f"waiting for the other ranks to finish `{trainer.state.fn.value}`")
+                self.leave_if_over(board)
 
     def leave_if_over(self, board: JoinBoard) -> None:
         """Raise `CallIsOver` if the other ranks have finished the call that this returning rank makes.
@@ -97,90 +129,85 @@ class FinishedCalls:
         The result is that of the process that this one replaces; if that has not finished the call, of another rank.
 
         Raises:
-            AsyncTrainingError: the call has no result.
+            AsyncTrainingError: the call has no result, or the others have made another call.
         """
         call = next_call()
+        told = f"rank {self._name}, which was started again: call {call} of the Trainer"
         began, goes_on = (board.read(f"roll/{number}").get("members") for number in (call, call + 1))
         for name in (self._name, *(began or map(str, range(self._strategy.num_started))), *(goes_on or ())):
-            if data := board.read_bytes(f"call/{call}/{name}"):
-                parts = _decode(data)
-                if name != self._name and decode(parts["call"]) == "predict":
-                    parts["result"] = encode([])  # the others have predicted this rank's samples, too
-                raise CallIsOver(parts)
+            if (data := board.read_bytes(f"call/{call}/{name}")) is None:
+                continue
+            parts = {part: decode(encoded) for part, encoded in _decode(data).items()}
+            if parts["call"] != self._call:
+                raise AsyncTrainingError(f"{told} is {self._call}, and was {parts['call']} on rank {name}. {_REMEDY}")
+            if name != self._name and self._call.startswith("predict"):
+                parts["result"] = []  # the others have predicted this rank's samples, too
+            weights = board.read_bytes(f"weights/{call}")  # of rank 0, which may be later than the rank of the result
+            if goes_on or weights is not None or not parts["changed"]:
+                raise CallIsOver({**parts, "weights": _decode(weights) if weights else {}})
         if goes_on:
-            _count(call)
             raise AsyncTrainingError(
-                f"rank {self._name}: the other ranks' call {call} of the Trainer has ended without a result, by an "
-                "exception or as a search of the Tuner, and this rank, which was started again, cannot make it alone."
+                f"{told} has ended without a result, by an exception or as a search of the Tuner, and this rank cannot "
+                "make it alone."
             )
 
-    def wait(self, board: JoinBoard, trainer: Any) -> None:
-        """Wait until the other ranks have finished the call that this returning rank makes, and raise `CallIsOver`.
-
-        Return at once if the call is a fit that others have not finished: this rank can join it.
-
-        Raises:
-            CollectiveTimeout: the call is not over after 30 minutes.
-        """
-        call = next_call()
-        patience = WaitWithLog(int(self._name), PATIENCE, lambda: None)
-        while True:
-            self.leave_if_over(board)
-            if trainer.state.fn == "fit":
-                return
-            patience.wait(lambda: f"waiting for the other ranks to end call {call} (`{trainer.state.fn}`)")
-
-    def take_over(self, board: JoinBoard, trainer: Any, parts: dict[str, Tensor]) -> Any:
+    def take_over(self, trainer: Any, parts: dict[str, Any]) -> Any:
         """Leave the call under way, set the Trainer's state to that at the end of the call, and return its result."""
         call = next_call()
-        name = trainer.state.fn.value
         if self._strategy.fit_sessions is not None:  # the setup hooks were called
             pytorch("trainer.call")._call_teardown_hook(trainer)
         trainer._teardown()
-        _count(call)
-        told = f"rank {self._name}: call {call} of the Trainer (`{name}`)"
-        if (theirs := decode(parts["call"])) != name:
-            raise AsyncTrainingError(
-                f"{told} was `{theirs}` on the other ranks. A script must make the same calls each time that it is "
-                "started; it must not leave out what was done before."
-            )
+        begin_call(call)
+        count_run()
+        told = f"call {call} of the Trainer (`{trainer.state.fn.value}`)"
         if "result" not in parts:
             raise AsyncTrainingError(
-                f"{told} is over, and its result was not kept, because it is too large (64 MiB on a rank) or holds "
-                "objects that are no plain data. Write it to files within the call (`BasePredictionWriter`), and pass "
-                "`return_predictions=False`."
+                f"rank {self._name}: {told} is over, and its result was not kept: it is too large (64 MiB of a rank), "
+                "or holds objects that are no plain data. Write it to files within the call "
+                "(`BasePredictionWriter`), and pass `return_predictions=False`."
             )
-        log.warning("R%s is over on the other ranks: their result is taken.", told[1:])
-        for attribute, values in decode(parts["metrics"]).items():
+        log.warning("Rank %s: %s is over on the other ranks, and their result is taken.", self._name, told)
+        for attribute, values in parts["metrics"].items():
             setattr(trainer._logger_connector, attribute, values)
-        if "progress" in parts:
-            _load_progress(trainer.fit_loop, decode(parts["progress"]))
+        _load_progress(trainer.fit_loop, parts["progress"])
         for callback in trainer.callbacks:
-            if state := decode(parts.get(_STATE + callback.state_key, encode(None))):
+            if state := parts.get(_STATE + callback.state_key):
                 if "dirpath" in state:  # a callback ignores a state that was saved with another directory
                     callback.dirpath = state["dirpath"]
                 callback.load_state_dict(state)
-        if decode(parts["changed"]) and not self._load_weights(board, call, trainer.lightning_module):
+        module = trainer.lightning_module
+        own = tensors_of(module)
+        theirs = parts["weights"]
+        if {name: t.shape for name, t in own.items()} == {name: t.shape for name, t in theirs.items()}:
+            copy_tensors(own, theirs)
+        elif parts["changed"]:
             log.warning(
-                "R%s has trained a model that cannot be had here: it is larger than 64 MiB together with earlier ones, "
-                "or its layers are made in a hook. `%s` keeps the weights that it had before the call. What your "
-                "program computes with it outside of the Trainer is not what other ranks compute; load a checkpoint of "
-                "that call.", told[1:], type(trainer.lightning_module).__name__,
+                "Rank %s: the model of %s cannot be had: it is larger than 64 MiB together with earlier ones, or a "
+                "hook makes its layers. `%s` keeps the weights that it had before the call. What your program computes "
+                "with it outside of the Trainer differs from other ranks; load a checkpoint of that call first.",
+                self._name, told, type(module).__name__,
             )  # fmt: skip
         trainer.state.status = pytorch("trainer.states").TrainerStatus.FINISHED
         trainer.state.stage = None
-        return decode(parts["result"])
+        return parts["result"]
 
-    def _load_weights(self, board: JoinBoard, call: int, module: Any) -> bool:
-        """Load the weights that rank 0 has published after a call; return whether all of them are there."""
-        until = time.monotonic() + _WEIGHTS_S  # rank 0 may be a little later than the rank whose result was read
-        while (data := board.read_bytes(f"weights/{call}")) is None and time.monotonic() < until:
-            time.sleep(0.05)
-        weights = _decode(data) if data else {}
-        own = tensors_of(module)
-        if alike := {name: t.shape for name, t in own.items()} == {name: t.shape for name, t in weights.items()}:
-            copy_tensors(own, weights)
-        return alike
+
+def describe_data(data: Any) -> str:
+    """Return a text of the loaders and data modules in ``data``, which differs between the folds of a cross-validation.
+
+    >>> describe_data([torch.utils.data.DataLoader([1, 2, 3]), None, "best"])
+    'DataLoader of 3, 78058047'
+    """
+    texts = []
+    for source in tree_leaves(data):
+        dataset = getattr(source, "dataset", None)
+        if dataset is not None or hasattr(source, "hparams"):
+            owners = (dataset, getattr(source, "sampler", None))
+            values = [getattr(owner, name, None) for owner in owners for name in ("indices", "tensors")]
+            text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr([*values, getattr(source, "hparams", None)]))
+            size = f" of {len(dataset)}" if hasattr(dataset, "__len__") else ""  # pyright: ignore[reportArgumentType]
+            texts.append(f"{type(source).__name__}{size}, {zlib.crc32(text.encode()):08x}")
+    return "; ".join(texts)
 
 
 def _encode(value: object) -> Tensor | None:
@@ -199,11 +226,6 @@ def _encode(value: object) -> Tensor | None:
 
 def _decode(data: bytes) -> Any:
     return decode(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-def _count(call: int) -> None:
-    begin_call(call)
-    count_run()
 
 
 def _load_progress(loop: Any, state: dict[str, Any], prefix: str = "") -> None:

@@ -1,6 +1,7 @@
-"""A user's cross-validation on three ranks: rank 1 kills itself in the second fold, at its first start.
+"""A user's cross-validation on three ranks: rank 1, or that in DIES, is killed in the second fold, at its first start.
 
-That fold goes on until all three have trained together for a while; with SHORT=1 it ends before rank 1 can be back.
+That fold goes on until all three have trained together for a while; with SHORT=1 it ends before the rank can be back,
+and the third one goes on for so long. With ONE=1 there is one Trainer and one model for all folds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from lightning_async.trainer.namespace import pl
 
 FOLDS = 3
 SHORT = os.environ.get("SHORT") == "1"
+ONE = os.environ.get("ONE") == "1"
+DIES = os.environ.get("DIES", "1")
 STRATEGIES: Any = {
     "averaging": lambda: AsyncAveragingStrategy(schedule=EveryNSteps(5), min_replicas=1),
     "gradients": lambda: AsyncGradientStrategy(min_replicas=1),
@@ -38,13 +41,10 @@ class Model(pl.LightningModule):
         self.together = 0
         self.was_short = came_back() is not None
 
-    def on_train_start(self) -> None:
-        print("BEGINS", os.environ["RANK"], self.fold, self.trainer.world_size, flush=True)
-
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         time.sleep(0.01)
         world_size = self.trainer.world_size
-        if self.fold == 1 and came_back() is None and os.environ["RANK"] == "1" and batch_idx == 5:
+        if self.fold == 1 and came_back() is None and os.environ["RANK"] == DIES and batch_idx == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         self.was_short |= world_size < 3
         self.together += self.was_short and world_size == 3
@@ -65,23 +65,32 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+def make(folder: Path, strategy: str, fold: int) -> tuple[Any, Any, Any]:
+    checkpoint = pl.callbacks.ModelCheckpoint(folder / f"fold{fold}", monitor="error")
+    trainer = pl.Trainer(
+        strategy=STRATEGIES[strategy](), accelerator="cpu", devices=3, max_epochs=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[checkpoint],
+    )  # fmt: skip
+    return trainer, Model(fold), checkpoint
+
+
 def main(folder: Path, strategy: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(3000, 2)
     y = (x @ torch.tensor([[1.0], [-2.0]])) + 0.1 * torch.randn(3000, 1)
     data = TensorDataset(x, y)
     results: list[Any] = []
+    trainer, model, checkpoint = make(folder, strategy, 0)
     for fold in range(FOLDS):
         held_out = range(fold * 1000, (fold + 1) * 1000)
         train = Subset(data, [i for i in range(3000) if i not in held_out] * 100)
         test = DataLoader(Subset(data, held_out), batch_size=100)
-        checkpoint = pl.callbacks.ModelCheckpoint(folder / f"fold{fold}", monitor="error")
-        trainer = pl.Trainer(
-            strategy=STRATEGIES[strategy](), accelerator="cpu", devices=3, max_epochs=1, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[checkpoint],
-        )  # fmt: skip
-        model = Model(fold)
+        if fold > 0 and not ONE:
+            trainer, model, checkpoint = make(folder, strategy, fold)
+        model.fold = fold
+        trainer.fit_loop.max_epochs = trainer.current_epoch + 1
         trainer.fit(model, DataLoader(train, batch_size=2, shuffle=True), test)
+        world_size = trainer.world_size
         (last,) = trainer.validate(model, test, verbose=False)
         (best,) = trainer.test(model, test, ckpt_path="best", verbose=False)
         logged = float(trainer.callback_metrics["error"])
@@ -89,8 +98,8 @@ def main(folder: Path, strategy: str) -> None:
         with torch.no_grad():
             by_hand = float((model.layer(x[held_out]) - y[held_out]).pow(2).mean())
         path = str(Path(checkpoint.best_model_path).relative_to(folder))
-        results.append([last, best, by_hand, logged, path, trainer.global_step > 0])
-        print("PREDICTED", os.environ["RANK"], fold, sum(map(len, predicted or [])), flush=True)
+        results.append([last["error"], best["error"], logged, by_hand, path, trainer.current_epoch])
+        print("DONE", os.environ["RANK"], fold, world_size, sum(map(len, predicted or [])), flush=True)
     print("RESULTS", os.environ["RANK"], json.dumps(results), flush=True)
 
 
