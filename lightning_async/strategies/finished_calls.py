@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 import zlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -71,19 +72,16 @@ class FinishedCalls:
         self._strategy = strategy
         self._call = ""
 
-    @property
-    def _name(self) -> str:
-        environment = self._strategy.cluster_environment
-        return str(getattr(environment, "launchers", environment).global_rank())
-
     def _open_board(self) -> JoinBoard:
         strategy = self._strategy
         door = cast(TorchTransport, strategy.transport).door(strategy.cluster_environment)
-        return JoinBoardWithTimeout(door, int(self._name), strategy.config.timeouts.dead_after, lambda: None)
+        return JoinBoardWithTimeout(door, int(strategy.stable_id), strategy.config.timeouts.dead_after, lambda: None)
 
     def begin(self, trainer: Any, data: Any) -> None:
         """Note the call that begins: its kind, and the loaders and data modules in ``data``."""
-        self._call = f"{trainer.state.fn.value}({describe_data(data)})"
+        self._call = trainer.state.fn.value
+        with contextlib.suppress(Exception):  # users' objects may have attributes that cannot be read
+            self._call += f"({describe_data(data)})"
 
     def publish(self, trainer: Any, result: Any) -> None:
         """Publish the end of the call that this rank has just finished."""
@@ -93,7 +91,7 @@ class FinishedCalls:
             "call": self._call,
             "result": result,
             "metrics": {name: dict(getattr(trainer._logger_connector, name)) for name in _METRICS},
-            "progress": trainer.fit_loop.state_dict(),
+            "progress": {path: counts.state_dict() for path, counts in _progress_of(trainer.fit_loop)},
             "changed": changed,
         }
         for callback in trainer.callbacks:
@@ -105,7 +103,7 @@ class FinishedCalls:
             if changed and self._strategy.global_rank == 0:
                 weights = _encode(tensors_of(trainer.lightning_module))
                 board.write_bytes(f"weights/{call}", b"" if weights is None else weights.numpy().tobytes())
-            board.write_bytes(f"call/{call}/{self._name}", encode(encoded).numpy().tobytes())
+            board.write_bytes(f"call/{call}/{self._strategy.stable_id}", encode(encoded).numpy().tobytes())
 
     def wait(self, trainer: Any) -> None:
         """Wait until the other ranks have finished the call that this returning rank makes, and raise `CallIsOver`.
@@ -115,8 +113,9 @@ class FinishedCalls:
         Raises:
             AsyncTrainingError: see `leave_if_over`; or the call is not over after 30 minutes.
         """
-        patience = WaitWithLog(int(self._name), _PATIENCE, lambda: None)
-        with naming_the_stores_host(int(self._name)):
+        rank = int(self._strategy.stable_id)
+        patience = WaitWithLog(rank, _PATIENCE, lambda: None)
+        with naming_the_stores_host(rank):
             board = self._open_board()
             self.leave_if_over(board)
             while trainer.state.fn != "fit":
@@ -132,15 +131,16 @@ class FinishedCalls:
             AsyncTrainingError: the call has no result, or the others have made another call.
         """
         call = next_call()
-        told = f"rank {self._name}, which was started again: call {call} of the Trainer"
+        stable_id = self._strategy.stable_id
+        told = f"rank {stable_id}, which was started again: call {call} of the Trainer"
         began, goes_on = (board.read(f"roll/{number}").get("members") for number in (call, call + 1))
-        for name in (self._name, *(began or map(str, range(self._strategy.num_started))), *(goes_on or ())):
+        for name in (stable_id, *(began or map(str, range(self._strategy.num_started))), *(goes_on or ())):
             if (data := board.read_bytes(f"call/{call}/{name}")) is None:
                 continue
             parts = {part: decode(encoded) for part, encoded in _decode(data).items()}
             if parts["call"] != self._call:
                 raise AsyncTrainingError(f"{told} is {self._call}, and was {parts['call']} on rank {name}. {_REMEDY}")
-            if name != self._name and self._call.startswith("predict"):
+            if name != stable_id and self._call.startswith("predict"):
                 parts["result"] = []  # the others have predicted this rank's samples, too
             weights = board.read_bytes(f"weights/{call}")  # of rank 0, which may be later than the rank of the result
             if goes_on or weights is not None or not parts["changed"]:
@@ -159,33 +159,34 @@ class FinishedCalls:
         trainer._teardown()
         begin_call(call)
         count_run()
+        stable_id = self._strategy.stable_id
         told = f"call {call} of the Trainer (`{trainer.state.fn.value}`)"
         if "result" not in parts:
             raise AsyncTrainingError(
-                f"rank {self._name}: {told} is over, and its result was not kept: it is too large (64 MiB of a rank), "
+                f"rank {stable_id}: {told} is over, and its result was not kept: it is too large (64 MiB of a rank), "
                 "or holds objects that are no plain data. Write it to files within the call "
                 "(`BasePredictionWriter`), and pass `return_predictions=False`."
             )
-        log.warning("Rank %s: %s is over on the other ranks, and their result is taken.", self._name, told)
+        log.warning("Rank %s: %s is over on the other ranks, and their result is taken.", stable_id, told)
         for attribute, values in parts["metrics"].items():
             setattr(trainer._logger_connector, attribute, values)
-        _load_progress(trainer.fit_loop, parts["progress"])
+        for path, counts in _progress_of(trainer.fit_loop):
+            counts.load_state_dict(parts["progress"][path])
         for callback in trainer.callbacks:
             if state := parts.get(_STATE + callback.state_key):
                 if "dirpath" in state:  # a callback ignores a state that was saved with another directory
                     callback.dirpath = state["dirpath"]
                 callback.load_state_dict(state)
         module = trainer.lightning_module
-        own = tensors_of(module)
-        theirs = parts["weights"]
-        if {name: t.shape for name, t in own.items()} == {name: t.shape for name, t in theirs.items()}:
-            copy_tensors(own, theirs)
-        elif parts["changed"]:
+        weights = parts["weights"]
+        copy_tensors(tensors_of(module), weights)
+        complete = all(n in weights and weights[n].shape == p.shape for n, p in module.named_parameters())
+        if parts["changed"] and not complete:
             log.warning(
-                "Rank %s: the model of %s cannot be had: it is larger than 64 MiB together with earlier ones, or a "
-                "hook makes its layers. `%s` keeps the weights that it had before the call. What your program computes "
-                "with it outside of the Trainer differs from other ranks; load a checkpoint of that call first.",
-                self._name, told, type(module).__name__,
+                "Rank %s: the model of %s cannot be had, because it is larger than 64 MiB together with earlier ones. "
+                "`%s` keeps the weights that it had before the call. What your program computes with it outside of the "
+                "Trainer differs from other ranks; load a checkpoint of that call first.",
+                stable_id, told, type(module).__name__,
             )  # fmt: skip
         trainer.state.status = pytorch("trainer.states").TrainerStatus.FINISHED
         trainer.state.stage = None
@@ -228,9 +229,10 @@ def _decode(data: bytes) -> Any:
     return decode(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-def _load_progress(loop: Any, state: dict[str, Any], prefix: str = "") -> None:
-    """Load the counts of a loop and its inner loops, without marking them as loops that a checkpoint resumes."""
-    loop._load_from_state_dict(state, prefix)
-    for name, inner in vars(loop).items():
-        if isinstance(inner, pytorch("loops.loop")._Loop):
-            _load_progress(inner, state, f"{prefix}{name}.")
+def _progress_of(loop: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the counts of a loop and its inner loops, with their paths; the loops' own states belong to checkpoints."""
+    for name, value in vars(loop).items():
+        if isinstance(value, pytorch("loops.progress")._BaseProgress):
+            yield path + name, value
+        elif isinstance(value, pytorch("loops.loop")._Loop):
+            yield from _progress_of(value, f"{path}{name}.")

@@ -152,7 +152,7 @@ class JoiningRank:
         """
         strategy = self._strategy
         self._attempts += 1
-        # A new name for each attempt, because the notes of earlier attempts stay in the store, also those of other fits.
+        # A new name for each attempt, because notes of earlier attempts, also in other fits, stay in the store.
         joining_rank = f"{self._number}.{came_back()}.{next_call()}.{self._attempts}"
         dead_after = strategy.config.timeouts.dead_after
         membership = transport.visit(strategy.cluster_environment, room, joining_rank, dead_after)

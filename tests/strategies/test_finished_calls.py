@@ -47,11 +47,10 @@ class Rank:
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         self.model = Model()
-        environment = SimpleNamespace(global_rank=lambda: number)
         door = JoinBoard(store, Seal())
         strategy: Any = SimpleNamespace(
-            cluster_environment=environment, transport=SimpleNamespace(door=lambda environment: door), num_started=2,
-            config=SimpleNamespace(timeouts=Timeouts()), global_rank=number, fit_sessions=None,
+            cluster_environment=None, stable_id=str(number), global_rank=number, num_started=2, fit_sessions=None,
+            transport=SimpleNamespace(door=lambda environment: door), config=SimpleNamespace(timeouts=Timeouts()),
         )  # fmt: skip
         self.calls = FinishedCalls(strategy)
 
