@@ -146,6 +146,8 @@ class FinishedCalls:
             if goes_on or weights is not None or not parts["changed"]:
                 raise CallIsOver({**parts, "weights": _decode(weights) if weights else {}})
         if goes_on:
+            begin_call(call)
+            count_run()
             raise AsyncTrainingError(
                 f"{told} has ended without a result, by an exception or as a search of the Tuner, and this rank cannot "
                 "make it alone."

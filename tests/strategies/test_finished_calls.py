@@ -157,3 +157,4 @@ def test_a_call_that_has_failed_fails_on_a_returning_rank(ranks: tuple[Rank, Ran
     zero.calls._open_board().settle("roll/2", {"members": ["0"]})
     with pytest.raises(AsyncTrainingError, match="call 1 of the Trainer has ended without a result"):
         one.come_back()
+    assert rank_mapping.next_call() == 2, "a script that catches this goes on with its next call"
