@@ -548,7 +548,7 @@ class ProcessHeartbeat:
         board = JoinBoard(self._store, seal)
         key = f"roll/{call}"
         awaited = {*self._called, *names}
-        joined = {*self._joined}
+        joined = self._joined.intersection(names)
         come: dict[str, bool] = {}
         board.write(f"{key}/{self.name}", {"failed": failed, "awaits": sorted(awaited), "joined": sorted(joined)})
         patience = WaitWithLog(int(self.name), timeout, lambda: None)
@@ -559,7 +559,7 @@ class ProcessHeartbeat:
                     come[name] = note.get("failed") is True
                     awaited |= {*map(str, note.get("awaits", ()))}
                     joined |= {*map(str, note.get("joined", ()))}  # a failed rank may not know who has joined since
-            dead = self._ended(joined).keys() | self._reported - {*names}
+            dead = self._ended(joined).keys() | self._reported - joined.union(names)
             if time.monotonic() - began < _SETTLES_S:
                 dead -= joined  # reports of the ends of their old processes may be all that was read so far
             missing = in_order(awaited - come.keys() - dead)

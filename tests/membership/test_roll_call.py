@@ -32,13 +32,13 @@ def presence(
     )
     vars(heartbeat).update(
         _store=store, name=name, _membership=membership, _called=called, _joined=frozenset(joined),
-        _reported=set(), _names=("0", "1", "2"),
+        _reported={"1"} & peers.keys(), _names=("0", "1", "2"),
     )  # fmt: skip
     return heartbeat
 
 
 def test_a_failed_rank_waits_for_one_that_has_joined() -> None:
-    """Rank 1 was started again, and has joined rank 0 after rank 2 has failed."""
+    """Rank 1 was started again, and has joined rank 0 after rank 2 has failed. It comes later than ends are known."""
     store = HashStore()
     peers = {"1": REPLACED}
 
@@ -50,7 +50,7 @@ def test_a_failed_rank_waits_for_one_that_has_joined() -> None:
         members = [
             pool.submit(call_roll, presence(store, "0", peers, ("1",)), ("0", "1"), False, 0.0),
             pool.submit(call_roll, presence(store, "2", peers), ("0", "2"), True, 0.2),
-            pool.submit(call_roll, presence(store, "1", {}), ("0", "1"), False, 1.0),
+            pool.submit(call_roll, presence(store, "1", {}), ("0", "1"), False, 4.0),
         ]
         assert [future.result() for future in members] == [["0", "1", "2"]] * 3
 
