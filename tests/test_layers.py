@@ -428,7 +428,6 @@ def test_no_check_fails_without_reason(name: str, source: str):
 COUNTERS = {
     "trainer/namespace.py": 1,  # at import
     "trainer/checkpoint/save_timing.py": 1,  # itertools.count
-    "strategies/async_strategy.py": 1,  # itertools.count
     "horovod/elastic.py": 1,  # itertools.count
     "comm/default_group.py": 1,  # itertools.count
     "strategies/window_steps.py": 1,  # itertools.count

@@ -92,15 +92,20 @@ class JoinBoard:
         return store, lambda: shut_down(sockets)
 
     def write(self, key: str, note: Mapping[str, Any]) -> None:
-        self._store.set(key, self.seal.sign(key, json.dumps(dict(note)).encode()))
+        self.write_bytes(key, json.dumps(dict(note)).encode())
+
+    def write_bytes(self, key: str, value: bytes) -> None:
+        self._store.set(key, self.seal.sign(key, value))
 
     def settle(self, key: str, note: Mapping[str, Any]) -> dict[str, Any]:
         """Write ``note``, unless there is one already; return the note that is there, the same on all ranks."""
         return settle(self._store, key, json.dumps(dict(note)).encode(), self.seal, _parse) or {}
 
+    def read_bytes(self, key: str) -> bytes | None:
+        return self.seal.open(key, self._store.get(key)) if self._store.check([key]) else None
+
     def read(self, key: str) -> dict[str, Any]:
-        value = self.seal.open(key, self._store.get(key)) if self._store.check([key]) else None
-        return _parse(value) or {}
+        return _parse(self.read_bytes(key)) or {}
 
 
 def _parse(value: bytes | None) -> dict[str, Any] | None:
@@ -124,9 +129,13 @@ class JoinBoardWithTimeout(JoinBoard):
         self._store, self._hang_up = self.ask(lambda: door.connect(2 * dead_after))
         self.seal = door.seal
 
-    def read(self, key: str) -> dict[str, Any]:
-        read = super().read
+    def read_bytes(self, key: str) -> bytes | None:
+        read = super().read_bytes
         return self.ask(lambda: read(key))
+
+    def write_bytes(self, key: str, value: bytes) -> None:
+        write = super().write_bytes
+        self.ask(lambda: write(key, value))
 
     def ask(self, question: Callable[[], T]) -> T:
         """Return the result of ``question``, which runs on another thread; raise if the store does not answer."""

@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -27,7 +27,7 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError
 from lightning_async._checks import parse_json
 from lightning_async._sockets import connects, opening, serves_at
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, Evicted, PeerLost, StoreLost
-from lightning_async.membership.failure_detector import describe, new_life
+from lightning_async.membership.failure_detector import Peer, describe, new_life
 from lightning_async.membership.generation import in_order, listed
 from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.launcher_channel import listen as listen_for_deaths
@@ -477,12 +477,7 @@ class ProcessHeartbeat:
 
     def check(self) -> None:
         """Raise `PeerLost`, which names the ranks, if the process of an expected rank is gone. No I/O."""
-        ended = self._membership.ended()
-        gone = {
-            name: ended[name]
-            for name in self._names
-            if name in ended and not (name in self._joined and ended[name].restarted and not ended[name].lost)
-        }
+        gone = {name: peer for name, peer in self._ended(self._joined).items() if name in self._names}
         if not gone:
             return
         left = [name for name, peer in gone.items() if peer.has_left]
@@ -494,6 +489,11 @@ class ProcessHeartbeat:
             else f"rank {rank}: {describe(gone)}",
             tuple(map(self._names.index, gone)),
         )
+
+    def _ended(self, joined: Collection[str]) -> dict[str, Peer]:
+        """Return the peers whose processes have ended, except those of ``joined`` that new processes have replaced."""
+        ended = self._membership.ended()
+        return {name: p for name, p in ended.items() if name not in joined or p.lost or not p.restarted}
 
     def call_roll(self, call: int, names: tuple[str, ...], failed: bool, seal: Seal, timeout: timedelta) -> list[str]:
         """Wait for all ranks whose processes live, and return the stable ids of those that begin this call together.
@@ -519,8 +519,9 @@ class ProcessHeartbeat:
         board = JoinBoard(self._store, seal)
         key = f"roll/{call}"
         awaited = {*self._called, *names}
+        joined = self._joined.intersection(names)
         come: dict[str, bool] = {}
-        board.write(f"{key}/{self.name}", {"failed": failed, "awaits": sorted(awaited)})
+        board.write(f"{key}/{self.name}", {"failed": failed, "awaits": sorted(awaited), "joined": sorted(joined)})
         patience = WaitWithLog(int(self.name), timeout, lambda: None)
         began = time.monotonic()
         while not (members := board.read(key).get("members")):
@@ -528,7 +529,11 @@ class ProcessHeartbeat:
                 if note := board.read(f"{key}/{name}"):
                     come[name] = note.get("failed") is True
                     awaited |= {*map(str, note.get("awaits", ()))}
-            missing = in_order(awaited - come.keys() - self._membership.ended().keys())
+                    joined |= {*map(str, note.get("joined", ()))}  # a failed rank may not know who has joined since
+            dead = self._ended(joined).keys()
+            if time.monotonic() - began < _SETTLES_S:
+                dead -= joined  # reports of the ends of their old processes may be all that was read so far
+            missing = in_order(awaited - come.keys() - dead)
             if time.monotonic() - began > self._membership.dead_after.total_seconds() + _SETTLES_S:
                 missing = [name for name in missing if name in names]  # ranks that were lost are not waited for longer
             if not failed and not {*names} <= come.keys() and time.monotonic() - began > _SETTLES_S:
@@ -542,6 +547,10 @@ class ProcessHeartbeat:
             patience.wait(lambda words=words: words)
         if self.name not in members:
             raise Evicted(f"rank {self.name}: rank(s) {listed(members)} have begun this call without it.")
+        # A member's new process has come, but the report of its old one's end may be all that was read of it so far.
+        until = time.monotonic() + _SETTLES_S
+        while time.monotonic() < until and any(p.lost for n, p in self._membership.ended().items() if n in members):
+            time.sleep(_LOOK_S / 10)
         self._membership.accept_new_processes()
         self._called = tuple(members)
         return members

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -23,6 +22,7 @@ from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.errors import Evicted, PeerLost, StoreLost
 from lightning_async.strategies.averaging_state import SavedState
 from lightning_async.strategies.base import ReplicatedStrategy
+from lightning_async.strategies.finished_calls import CallIsOver, FinishedCalls
 from lightning_async.strategies.join import JoinCoordinator
 from lightning_async.strategies.joining_rank import JoiningRank
 from lightning_async.strategies.rank_mapping import note_failure
@@ -37,8 +37,6 @@ from lightning_async.trainer.step_runner import StepRunner
 from lightning_async.transports.base import Connection, Transport
 from lightning_async.transports.resolve import TransportName
 from lightning_async.transports.torch import TorchTransport
-
-_fits = itertools.count(1)  # Numbers of this process's fits, which are equal on all ranks that run the same script.
 
 
 class AsyncStrategy(ReplicatedStrategy):
@@ -82,7 +80,7 @@ class AsyncStrategy(ReplicatedStrategy):
     ) -> None:
         super().__init__(transport=transport, timeouts=config.timeouts, gloo_timeout=config.timeouts.dead_after)
         self.config = config
-        self.num_fits = 0
+        self.finished_calls = FinishedCalls(self)
         # Ranks can join over torch only, because Horovod's groups cannot be formed again during a run.
         self.host = JoinCoordinator(self) if isinstance(self.transport, TorchTransport) else None
         if config.timeouts.replicas and not isinstance(self.transport, TorchTransport):
@@ -112,6 +110,23 @@ class AsyncStrategy(ReplicatedStrategy):
             config = self.config
             configuration_checks.check_survival(owner, config.min_replicas, config.max_replicas, self.world_size)
 
+    def run_call(self, trainer: Any, call: partial[Any]) -> Any:
+        """Run a call of the Trainer, and publish its result for ranks that come back; on such a rank, take it."""
+        if self.host is None or self.num_started == 1:
+            return call()
+        self.finished_calls.begin(trainer, call.args[1:])  # the first one is the model
+        try:
+            result = call()
+        except CallIsOver as over:
+            return self.finished_calls.take_over(trainer, over.parts)
+        self.finished_calls.publish(trainer, result)
+        return result
+
+    def connect_ranks(self) -> None:
+        super().connect_ranks()
+        if self.joining and self.host is not None:
+            self.finished_calls.wait(self.module.trainer)
+
     def use(self, connection: Connection, run: int) -> None:
         super().use(connection, run)
         connection.world.calls.deadline = self.config.timeouts.sync_point
@@ -126,7 +141,6 @@ class AsyncStrategy(ReplicatedStrategy):
             configuration_checks.check_setup(self.module, self._layer_sync, self.buffers)
         self.setup_replica(trainer)
         if fitting:
-            self.num_fits = next(_fits)
             self.fit_sessions = FitSessions(self, trainer)
             # A joining rank patches the loops when it has received the state of the others.
             if not self.joining:

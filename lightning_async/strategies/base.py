@@ -246,6 +246,11 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         return super().world_size - self.roles.num_serving
 
     @property
+    def stable_id(self) -> str:
+        """The number with which this rank was started."""
+        return str(getattr(self.cluster_environment, "launchers", self.cluster_environment).global_rank())
+
+    @property
     def joining(self) -> bool:
         return isinstance(self._environment, JoiningEnvironment) and self.live_ranks is None
 
@@ -260,6 +265,10 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
+
+    def run_call(self, trainer: Any, call: partial[Any]) -> Any:
+        """Run a call of the Trainer, such as ``fit``, in this process, and return its result."""
+        return call()
 
     def _child_died(self, local_rank: int, returncode: int) -> timedelta | None:
         """Report to the other ranks that a process of this host has ended.
@@ -332,8 +341,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
                 f"and fewer than {fewest} do not go on: the processes of the others have ended. See their logs, and "
                 "start all ranks again."
             )
-        environment = getattr(self.cluster_environment, "launchers", self.cluster_environment)
-        stable_id = str(environment.global_rank())
+        stable_id = self.stable_id
         if (group := default_group()) is not None:
             # Also where no rank is new or lost for this rank: others may have gone on without it in the last call.
             group.begin_step()

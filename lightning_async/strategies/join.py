@@ -40,7 +40,7 @@ from lightning_async.errors import AsyncTrainingError, CollectiveError, Collecti
 from lightning_async.events import tell
 from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.strategies.averaging_state import clocks_of
-from lightning_async.strategies.rank_mapping import count_run, name_in_run, next_run, run_name
+from lightning_async.strategies.rank_mapping import call_of, count_run, name_in_run, next_run, run_name
 from lightning_async.strategies.session import FitSessions
 from lightning_async.trainer.data.join import JoinState
 from lightning_async.trainer.environment.environments import RenumberedEnvironment
@@ -192,7 +192,7 @@ class JoinCoordinator(CollectiveCallback):
             self._pin(
                 {
                     "room": connection.name,
-                    "fit": strategy.num_fits,
+                    "call": call_of(strategy.num_runs),
                     "settings": TrainerSettings(trainer).of_fit(),
                     "model": digest(strategy.module),
                 }

@@ -20,7 +20,7 @@ from lightning_async.membership.join_protocol import JoinBoardWithTimeout
 from lightning_async.membership.launcher_channel import came_back
 from lightning_async.membership.startup import WaitWithLog
 from lightning_async.strategies.join import PATIENCE, JoinConnector, PreparedJoin, digest, release
-from lightning_async.strategies.rank_mapping import RankMap, count_run
+from lightning_async.strategies.rank_mapping import RankMap, begin_call, count_run, next_call
 from lightning_async.trainer.data.join import JoinState
 from lightning_async.trainer.environment.settings import TrainerSettings, check_joining
 from lightning_async.trainer.namespace import in_words, pytorch
@@ -65,8 +65,9 @@ class JoiningRank:
 
         Raises:
             SettingsMismatch: the other ranks train with other settings.
-            ValueError: the other ranks are in another fit, or have another model; or ranks cannot join over this
-                transport; or this rank's own limits would end training at once.
+            ValueError: the other ranks have another model; or ranks cannot join over this transport; or this rank's own
+                limits would end training at once.
+            CallIsOver: the other ranks have finished this fit.
             SIGTERMException: this process received SIGTERM while it waited.
             CollectiveTimeout: for 30 minutes no rank trains, or the ranks that train do not answer.
             StoreLost: the store is lost, or has not answered for `Timeouts(dead_after=)`.
@@ -91,10 +92,16 @@ class JoiningRank:
         )
         log.warning("Rank %d was started while others train, and waits to be admitted by them.", self._number)
         while True:
-            notice = self._wait(door.read_notice)
+            notice = self._wait(lambda: self._read_notice(door))
             self._compare(notice)
             if self._visit(transport, door, str(notice["room"])):
                 return
+
+    def _read_notice(self, door: JoinBoardWithTimeout) -> dict[str, Any]:
+        """Return the notice of this rank's call of the Trainer; raise `CallIsOver` once that call is over."""
+        self._strategy.finished_calls.leave_if_over(door)
+        notice = door.read_notice()
+        return notice if notice.get("call") == next_call() else {}
 
     def _wait(
         self,
@@ -123,13 +130,8 @@ class JoiningRank:
             raise pytorch("utilities.exceptions").SIGTERMException
 
     def _compare(self, notice: dict[str, Any]) -> None:
-        """Raise an error if this rank's fit, settings or model differ from those in the notice of the other ranks."""
+        """Raise an error if this rank's settings or model differ from those in the notice of the other ranks."""
         strategy = self._strategy
-        if notice.get("fit") != strategy.num_fits:
-            raise ValueError(
-                f"Rank {self._number} comes back to fit number {strategy.num_fits} of its script, and the others are "
-                f"in number {notice.get('fit')}: where a script fits several times, it can join the first only."
-            )
         check_joining(notice.get("settings", {}), TrainerSettings(self._trainer).of_fit())
         if notice.get("model") != digest(strategy.module):
             raise ValueError(
@@ -150,8 +152,8 @@ class JoiningRank:
         """
         strategy = self._strategy
         self._attempts += 1
-        # A new name for each attempt, because the notes of earlier attempts stay in the store.
-        joining_rank = f"{self._number}.{came_back()}.{self._attempts}"
+        # A new name for each attempt, because notes of earlier attempts, also in other fits, stay in the store.
+        joining_rank = f"{self._number}.{came_back()}.{next_call()}.{self._attempts}"
         dead_after = strategy.config.timeouts.dead_after
         membership = transport.visit(strategy.cluster_environment, room, joining_rank, dead_after)
         try:
@@ -167,6 +169,7 @@ class JoiningRank:
         if ready is None or state is None:
             return False
         # This rank has not counted the earlier runs of the others.
+        begin_call(next_call())
         count_run(ready.run)
         config = strategy.config
         size = place["started"]

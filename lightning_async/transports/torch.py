@@ -219,7 +219,7 @@ class TorchTransport(Transport):
         self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta | None]
     ) -> Any:
         if self.start == "popen":
-            return ScriptLauncher(strategy.cluster_environment, num_processes, num_nodes, on_death)
+            return ScriptLauncher(strategy.cluster_environment, num_processes, num_nodes, on_death, strategy.run_call)
         return ProcessLauncher(strategy, self.start)
 
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:

@@ -21,7 +21,9 @@ from lightning_async.errors import StoreLost
 from lightning_async.membership import startup
 from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.signing import Seal
+from lightning_async.strategies.finished_calls import FinishedCalls
 from lightning_async.strategies.joining_rank import JoiningRank
+from lightning_async.strategies.rank_mapping import next_call
 from lightning_async.trainer.data.epoch_data import EpochAssignment, JoinerData
 from lightning_async.trainer.step_runner import StepRunner
 from lightning_async.transports.torch import TorchTransport
@@ -40,7 +42,7 @@ class Waits:
     def __init__(self, port: int, dead_after: float, notice: dict[str, Any] | None = None) -> None:
         client = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=600), wait_for_workers=False)
         if notice is not None:
-            JoinBoard(client, Seal("")).pin(notice)
+            JoinBoard(client, Seal("")).pin({**notice, "call": next_call()})
         looks = self.looks = threading.Event()
         self.trainer = SimpleNamespace(received_sigterm=False)
         self._raised: list[BaseException] = []
@@ -65,7 +67,10 @@ class Waits:
 
         config = SimpleNamespace(timeouts=Timeouts(dead_after=timedelta(seconds=dead_after)))
         environment = SimpleNamespace(started_as=1)
-        strategy: Any = SimpleNamespace(transport=Transport(), cluster_environment=environment, config=config)
+        strategy: Any = SimpleNamespace(
+            transport=Transport(), cluster_environment=environment, config=config, stable_id="1", num_started=2
+        )
+        strategy.finished_calls = FinishedCalls(strategy)
         self._guest = Same(strategy, self.trainer)
         self._thread = threading.Thread(target=self._join, daemon=True)
         self._thread.start()

@@ -35,7 +35,7 @@ class JoinState:
         """
         trainer = self._trainer
         modules = [trainer.lightning_module, *averages_of(trainer)]
-        tensors: list[Any] = [tensor for module in modules for tensor in _tensors(module).values()]
+        tensors: list[Any] = [tensor for module in modules for tensor in parameters_and_buffers(module).values()]
         for optimizer in trainer.optimizers:
             # Copy the values at once, because a step of the training thread may add to the dict.
             for state in list(dict.values(optimizer.state)):
@@ -51,8 +51,8 @@ class JoinState:
         # Hyper-parameters are the joining rank's own, and may be objects that cannot be sent.
         own = {
             "checkpoint": {key: value for key, value in checkpoint.items() if key not in _NOT_SENT},
-            "tensors": tensors_left_out(state, _tensors(module)),
-            "averages": [_tensors(average) for average in averages_of(trainer)],
+            "tensors": tensors_left_out(state, parameters_and_buffers(module)),
+            "averages": [parameters_and_buffers(average) for average in averages_of(trainer)],
             "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
             "directories": [str(getattr(callback, "dirpath", None) or "") for callback in trainer.callbacks],
             "should_stop": bool(trainer.should_stop),
@@ -82,9 +82,9 @@ class JoinState:
         connector.restore_callbacks()
         connector.restore_training_state()
         connector._loaded_checkpoint = {}
-        _copy(_tensors(module), state["tensors"])
+        copy_tensors(parameters_and_buffers(module), state["tensors"])
         for average, theirs in zip(averages_of(trainer), state["averages"], strict=True):
-            _copy(_tensors(average), theirs)
+            copy_tensors(parameters_and_buffers(average), theirs)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(state["trained"][name])
         trainer.should_stop = state["should_stop"]
@@ -104,12 +104,14 @@ class JoinState:
         fit.reset_restart_stage()
 
 
-def _tensors(module: Any) -> dict[str, Tensor]:
+def parameters_and_buffers(module: Any) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a module, by name."""
     return {name: t.detach() for name, t in [*module.named_parameters(), *module.named_buffers()]}
 
 
 @torch.no_grad()
-def _copy(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def copy_tensors(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Copy values into the tensors of ``own`` that have the same name and shape."""
     for name, tensor in theirs.items():
         # A module makes buffers that no `state_dict` holds by itself, and may not have made this one yet.
         if name in own and own[name].shape == tensor.shape:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -195,7 +196,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     killed.
 
     ``on_death`` is called with the local rank and the exit status of a process that died. It returns how long the
-    others may take to end, or None if they continue.
+    others may take to end, or None if they continue. ``run_call`` is called with the Trainer and a function that runs
+    the present call of the Trainer, and returns its result; not in ranks of this launcher, which starts none again.
     """
 
     def __init__(
@@ -204,9 +206,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         on_death: Callable[[int, int], timedelta | None],
+        run_call: Callable[[Any, partial[Any]], Any],
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
         self._on_death = on_death
+        self._run_call = run_call
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks as Lightning's launcher does, but watch them by `_Watch` instead of its observer."""
@@ -217,7 +221,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
             _Watch(self.procs, self._on_death).start()
         fabric("utilities.distributed")._set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
+        call = partial(function, *args, **kwargs)
+        return call() if STARTER in os.environ else self._run_call(trainer, call)
 
 
 class _Watch(_ChildProcessObserver):
