@@ -1,7 +1,7 @@
 """The engine of one replica, as its training thread uses it.
 
-`ReplicaEngine` is all that replicas need which exchange nothing but gradients or pushes: it counts steps, brings ranks
-to sync points, and makes one model of all replicas there. `BackgroundAverager` adds averaging rounds.
+`ReplicaEngine` is all of the engine that strategies of gradients and of parameter servers need: it counts steps, brings
+ranks to sync points, and makes one model of all replicas there. `BackgroundAverager` adds averaging rounds.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,25 @@ def no_delay() -> Any:
     module = Net(optimizer=momentum)
     seen = watch_passes(module)
     return fit(strategy(3, delay=0), loader(shard((12, 12))), module, max_epochs=2) | {"on_their_way": seen}
+
+
+@scenario
+def modules_entered() -> Any:
+    entered: set[str] = set()
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent.name == "averaging":
+            entered.add(path.name)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        fit(strategy(2, delay=1), loader(shard((12, 12))))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return {"entered": sorted(entered)}
 
 
 class Doubles(Net):

@@ -444,3 +444,8 @@ def test_a_world_of_one_accumulates(accumulate: Any, steps: list[int], alone: No
     alike = train_alone(batches(0, 10), accumulate=4 if accumulate == (4,) else 1)
     assert flat(module) == flat(alike)
     assert stepped == steps and trainer.global_step == len(steps)
+
+
+def test_windows_enter_no_averager_and_no_round_of_averaging(ranks: Outcomes) -> None:
+    for found in ranks("modules_entered"):
+        assert not {"averager.py", "rounds.py"}.intersection(found["entered"]), found

@@ -5,10 +5,11 @@ into the averaging rule's message, and averages the messages of all replicas. Th
 target, the parameters to which replicas move. Then the training thread moves its parameters by the difference between
 the target and the snapshot, so that the steps taken since the snapshot are kept.
 
-- `BackgroundAverager` is used by the training thread. Its `Merger` moves the parameters, the last step of a round.
-- `AveragingComponent` plans the rounds. Their types are `AveragingRound`, `ConsensusRound` and `AnchorRound`.
-- `WorkLedger` counts the work of one replica. `RuleState` holds the rule's state, which is equal on all replicas.
-- `RunSummary` holds the totals of a run. `AveragedState` finds the tensors of optimizer state that can be averaged.
+- `BackgroundAverager` is used by the training thread.
+- `AveragingComponent` plans the rounds. Their types are `AveragingRound`, which also moves the parameters, and
+  `AnchorRound`.
+- `RuleState` holds the rule's state, which is equal on all replicas. `RoundTrends` tells how far replicas are apart.
+- `AveragedState` finds the tensors of optimizer state that can be averaged.
 
-Read the modules in this sequence: averager, rule_state, rounds, report, optimizer_state.
+Read the modules in this sequence: averager, rule_state, rounds, optimizer_state.
 """
