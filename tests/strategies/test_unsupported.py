@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 from datetime import timedelta
 from typing import Any
@@ -34,6 +36,7 @@ from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.trainer.configuration_checks import warn_of_momentum
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.namespace import pl, pytorch
+from lightning_async.transports.torch import check_descriptors
 from tests.strategies import problem
 from tests.strategies.features import Gan
 from tests.strategies.workers import Net, Outcomes, fit, loader, logged, make_trainer
@@ -440,3 +443,20 @@ def test_a_weight_that_cannot_be_names_the_function_and_what_it_returned(weight:
     strategy = AsyncAveragingStrategy(weighting=lambda batch: weight)
     with pytest.raises(ValueError, match=rf"`AsyncAveragingStrategy\(weighting=<function .*>\)` returned {weight} for"):
         strategy.count([0])
+
+
+def test_fewer_devices_than_ranks_of_a_host_are_named() -> None:
+    devices = [torch.device("cpu")]
+    assert TorchTransport().root_device(devices, 0) == devices[0]
+    with pytest.raises(ValueError, match=r"`Trainer\(devices=1\)` is the number of ranks .* local rank 1 was started"):
+        TorchTransport().root_device(devices, 1)
+
+
+def test_a_low_limit_of_open_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (num_open + 20, 4096))
+    check_descriptors(0, 2)
+    with pytest.raises(
+        ValueError, match=rf"Rank 3: this process may have {num_open + 20} open files.*`ulimit -n 1024`"
+    ):
+        check_descriptors(3, 4)
