@@ -187,10 +187,12 @@ class AsyncGradientStrategy(AsyncStrategy):
         if trainer.state.fn == "fit" and self.world is not None:
             check_optimizers(self.world, self.module, self.optimizers)
         for optimizer in self.optimizers if trainer.state.fn == "fit" else ():
-            if isinstance(optimizer, LBFGS):
+            is_sam = self.module.automatic_optimization and hasattr(optimizer, "first_step")
+            if is_sam or isinstance(optimizer, LBFGS):
                 raise ValueError(
-                    f"LBFGS evaluates the loss again within a step, and `{type(self).__name__}` steps with gradients "
-                    "of earlier batches. Use an optimizer that takes gradients as they are."
+                    f"`{type(optimizer).__name__}` evaluates the loss again within a step, and `{type(self).__name__}` "
+                    "steps with gradients of earlier batches. Use an optimizer that takes gradients as they are, or "
+                    "`AsyncAveragingStrategy()`, whose replicas step with their own batch."
                 )
             if isinstance(optimizer, SparseAdam):
                 raise ValueError(

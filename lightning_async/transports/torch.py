@@ -228,8 +228,8 @@ class TorchTransport(Transport):
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
         if local_rank >= len(devices):
             raise ValueError(
-                f"`Trainer(devices={len(devices)})` is the number of ranks of each host, but local rank {local_rank} was "
-                "started. Pass as many `devices` as ranks are started on each host."
+                f"`Trainer(devices={len(devices)})` is the number of ranks of each host, but local rank {local_rank} "
+                "was started. Pass as many `devices` as ranks are started on each host."
             )
         return devices[local_rank]
 

@@ -491,8 +491,18 @@ def twice_between_rounds() -> Any:
 
 
 @scenario
-def twice_refused_in_windows() -> Any:
+def sam_refused_in_windows() -> Any:
     return train(AsyncGradientStrategy(1, **ALIKE), ClosureTwice())
+
+
+@scenario
+def twice_refused_in_windows() -> Any:
+    class Again(Net):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            optimizer.step(closure)
+            closure()
+
+    return train(AsyncGradientStrategy(1, **ALIKE), Again())
 
 
 @scenario

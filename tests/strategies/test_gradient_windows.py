@@ -416,7 +416,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception
     [
         (Net, {"accumulate_grad_batches": 2}, "AsyncGradientStrategy(accumulate=2)"),
         (Net, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
-        (lambda: Net(optimizer=torch.optim.LBFGS), {}, "LBFGS evaluates the loss again"),
+        (lambda: Net(optimizer=torch.optim.LBFGS), {}, "`LBFGS` evaluates the loss again"),
         (lambda: Net(optimizer=torch.optim.SparseAdam), {}, "SparseAdam takes sparse gradients"),
     ],
 )
