@@ -678,7 +678,7 @@ def free_on_workers() -> Any:
 
 
 SHARP = tuple(
-    name for name in SCENARIOS[__name__] if name.startswith(("unseen", "late", "twice", "stray", "wide", "free"))
+    name for name in SCENARIOS[__name__] if name.startswith(("unseen", "late", "twice", "sam", "stray", "wide", "free"))
 )
 RAW = tuple(name for name in SCENARIOS[__name__] if name.startswith(("raw", "bound")))
 OTHERS = tuple(name for name in SCENARIOS[__name__] if name not in (*RAW, *SHARP))
