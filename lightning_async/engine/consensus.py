@@ -67,6 +67,8 @@ class Consensus(EngineComponent):
         self._replica = control.buckets.replica
         self._ledger = ledger
         self.blank = ConsensusPart(unreported=(0.0,) * self._replica.num_fragments)
+        self._shared_state = control.shared_state
+        self._follow = follow
         self.round = ConsensusRound(control, ledger, follow)
         control.register(self)
 
@@ -106,9 +108,11 @@ class Consensus(EngineComponent):
     def opened(self, here: bool) -> None:
         self._ledger.agree()
         self._replica.note_agreed()
-        if not self._buckets.at_target:  # replicas are equal without an exchange
+        if not self._buckets.at_target:  # replicas are equal without an exchange, such as one alone
             self._replica.pack_(self._buckets.received)
             self._buckets.at_target = True
+            with self._shared_state.committing:
+                self._follow(self._buckets.received, False)
 
 
 class ConsensusRound(RoundType):

@@ -18,6 +18,9 @@ class Work:
     samples: float = 0.0
     steps: float = 0.0
 
+    def __add__(self, other: Work) -> Work:
+        return Work(self.samples + other.samples, self.steps + other.steps)
+
     def __sub__(self, other: Work) -> Work:
         return Work(self.samples - other.samples, self.steps - other.steps)
 
@@ -42,9 +45,13 @@ class WorkLedger:
     weighting: Weighting = "samples"
     weight_of_reported: float = 0.0
     """The factor with which work that a round has averaged already counts in `weights`."""
+    has_own_model: bool = False
+    """Whether the averaging rule lets each replica keep a model of its own; then all averaged work counts there."""
     work: list[Work] = field(init=False)  # by fragment, work since replicas last agreed that no round includes
     since_round: list[float] = field(init=False)  # by fragment, steps since its last round
-    reported: list[Work] = field(init=False)  # by fragment, work in the last committed message; none after a consensus
+    reported: list[Work] = field(init=False)
+    """By fragment, the work in the last message that was committed since replicas agreed; or in all of them, with
+    `has_own_model`."""
     last_round: float = 0.0  # when a round was last committed
     fresh: bool = False
     """Whether synchronous steps were taken since the rule's state was initialised.
@@ -97,7 +104,7 @@ class WorkLedger:
         self.last_round = self.now()
         if work is not None:
             self.work[fragment] -= work
-            self.reported[fragment] = work
+            self.reported[fragment] = self.reported[fragment] + work if self.has_own_model else work
             self.since_round[fragment] -= steps
 
     def synchronous_step(self, work: Work | None) -> None:

@@ -181,3 +181,17 @@ def test_a_state_of_another_rule_is_refused() -> None:
     penalised = agreed(PseudoGradientPenalty(SlowMo()))[0].state_dict()  # it has the fields that DiLoCo has
     with pytest.raises(ValueError, match=r"rule=PseudoGradientPenalty\(.*`PseudoGradientPenalty\(SlowMo\)` wrote"):
         agreed(PseudoGradientPenalty(DiLoCo()))[0].load_state_dict(penalised, own)
+
+
+def test_work_of_all_rounds_counts_where_replicas_keep_own_models() -> None:
+    """Of one round only where the mean takes the work over."""
+    weights = {}
+    for keeps in (True, False):
+        ledger = WorkLedger(weight_of_reported=1.0, has_own_model=keeps)
+        for _ in range(3):
+            ledger.step(10.0)
+            ledger.round(Work(10.0, 1.0), 1.0)
+        weights[keeps] = ledger.weights()
+        ledger.agree()
+        assert ledger.weights() == (0.0,)
+    assert weights == {True: (30.0,), False: (10.0,)}

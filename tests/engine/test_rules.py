@@ -70,6 +70,16 @@ def test_elastic_replicas_and_their_center_are_one_mean_at_a_sync_point(steps: i
             torch.testing.assert_close(stepped, shown - 0.1 * (shown - number), rtol=0, atol=1e-6)
 
 
+def test_the_center_of_one_replica_alone_is_its_model_at_a_sync_point() -> None:
+    def body(rank: Rank):
+        rank.train(5)
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        return rank.x.flatten().clone(), rank.averager.state_dict()["rule_state"]["center"]
+
+    ((model, center),) = run(1, body, rule=EASGD(), schedule=EveryNSteps(3), config={"overlap": False})
+    assert torch.equal(bits(model), bits(center))
+
+
 def test_elastic_averaging_goes_on_from_a_checkpoint_as_if_it_had_not_been_interrupted() -> None:
     def whole(rank: Rank):
         averager = rank.averager

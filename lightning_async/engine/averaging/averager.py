@@ -53,7 +53,8 @@ class BackgroundAverager(ReplicaEngine):
         self.schedule = schedule
         buckets = control.buckets
         fragments = buckets.replica.num_fragments
-        ledger = WorkLedger(control.now, fragments, self.config.weighting, self.config.weight_of_reported(rule))
+        left = self.config.weight_of_reported(rule)
+        ledger = WorkLedger(control.now, fragments, self.config.weighting, left, not rule.absent_follow)
         self.rule_state = RuleState(rule, buckets, control.shared_state)
         self.component = AveragingComponent(control, self.rule_state, ledger, self.config)
         super().__init__(
