@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import errno
 import gc
 import mmap
 import os
@@ -97,9 +98,10 @@ class Buffer:
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
+            few_files = error.errno in (errno.EMFILE, errno.ENFILE)
+            remedy = "raise `ulimit -n`" if few_files else "take one buffer instead of two, or more memory"
             raise CheckpointError(
-                f"there is no memory for a copy of the state, {size / 2**20:.0f} MiB ({error.strerror}): "
-                "take one buffer instead of two, or more memory."
+                f"there is no memory for a copy of the state, {size / 2**20:.0f} MiB ({error.strerror}): {remedy}."
             ) from error
         self._descriptor = descriptor
         self._whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping

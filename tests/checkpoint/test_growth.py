@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -73,15 +74,18 @@ def test_closing_waits_for_it(tmp_path: Path, held: threading.Event) -> None:
 
 
 @pytest.mark.processes
-def test_memory_that_is_not_there_is_said_by_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "take one buffer"), (errno.EMFILE, "raise `ulimit -n`")])
+def test_memory_that_is_not_there_is_said_by_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
     def refuse(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     writer = Writer(tmp_path)
     try:
         writer.expect(job(0.0))
-        with pytest.raises(buffers.CheckpointError, match="there is no memory for a copy of the state"):
+        with pytest.raises(buffers.CheckpointError, match=f"there is no memory for a copy of the state.*{remedy}"):
             writer.save(job(1.0))
     finally:
         writer.close(0.0)
