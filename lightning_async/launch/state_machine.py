@@ -222,8 +222,10 @@ class LaunchState:
     killed: bool = False  # whether SIGKILL was sent to the ranks that live
     restarts: int = 0  # restarts so far, of all ranks and of single ranks
     anew: int = 0  # restarts of all ranks
-    failures: Sequence[Ended] = ()  # ends of ranks by an exception of the program, since the job began
-    repeats: bool = False  # whether the last of these is the same as one before, so that no restart can help
+    # Ends of ranks by an exception of the program, in the epoch of the last of these and in later ones.
+    failures: Sequence[tuple[Ended, Failure]] = ()
+    # The first of these ends that was the same as an earlier one, and the earlier one. No restart can help then.
+    repeated: tuple[Ended, Ended] | None = None
 
     @property
     def trains(self) -> bool:
@@ -376,10 +378,12 @@ def _ended(policy: Policy, state: LaunchState, event: Ended) -> Decision:
     left_behind = state.left_behind - {event.rank}  # computed before the rank's end changes the state
     statuses = {**state.statuses, event.rank: event.status}
     state = _without_the_lost(replace(state, living=state.living - {event.rank}, statuses=statuses))
-    if (failure := event.failure) is not None and event.status != 0:
-        earlier = [(end.failure, end.rank == event.rank) for end in state.failures if end.failure is not None]
-        repeats = any(failure.repeats(before, is_same_rank) for before, is_same_rank in earlier)
-        state = replace(state, failures=(*state.failures, event), repeats=state.repeats or repeats)
+    # A rank that was told to end may raise an exception because of that, and save.
+    if (failure := event.failure) is not None and event.status not in (0, TRY_AGAIN):
+        earlier = [(end, before) for end, before in state.failures if before.epoch >= failure.epoch]
+        same = (end for end, before in earlier if failure.repeats(before, is_same_rank=end.rank == event.rank))
+        repeated = state.repeated or next(((event, end) for end in same), None)
+        state = replace(state, failures=(*earlier, (event, failure)), repeated=repeated)
     if not state.living:
         return _all_ended(policy, state)
     if not state.trains:
@@ -391,7 +395,7 @@ def _ended(policy: Policy, state: LaunchState, event: Ended) -> Decision:
     if event.status == 0:
         return state, []
     told: list[Action] = [Announce(event.rank, state.living)] if state.told else []
-    if state.repeats:
+    if state.repeated:
         return replace(state, phase=Phase.STOPPING), [*told, Send(signal.SIGTERM, state.living), Wait(policy.grace_s)]
     if event.rank in state.lost:
         state, actions = _bring_back(policy, state)
@@ -408,16 +412,16 @@ def _ended(policy: Policy, state: LaunchState, event: Ended) -> Decision:
 
 def _all_ended(policy: Policy, state: LaunchState) -> Decision:
     code = _exit_code(state)
-    can_heal = state.asked is None and code not in (0, TRY_AGAIN) and not state.repeats
+    can_heal = state.asked is None and code not in (0, TRY_AGAIN) and not state.repeated
     if can_heal and state.restarts < policy.max_restarts:
         return replace(state, phase=Phase.BACKING_OFF), [Wait(policy.pause_s(state.anew))]
     return replace(state, phase=Phase.FINISHED), [Finish(code)]
 
 
 def _exit_code(state: LaunchState) -> int:
-    if state.repeats and state.asked is None:
+    if state.repeated and state.asked is None:
         # Not the others' codes: they may have gone on without this rank, and have saved. A signal may have ended it.
-        return max(1, state.failures[-1].status)
+        return max(1, state.repeated[0].status)
     if state.store_lost and state.asked is None:
         return STORE_LOST
     statuses = {status for rank, status in state.statuses.items() if rank not in state.lost}

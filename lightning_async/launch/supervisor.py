@@ -109,8 +109,8 @@ class Supervisor:
     def _follow(self, event: state_machine.Event) -> None:
         before = self._state
         self._state, actions = state_machine.decide(self._policy, before, event)
-        if self._state.repeats and not before.repeats:
-            self._tell_of_the_repeated()
+        if self._state.repeated and not before.repeated:
+            self._tell_of_the_repeated(*self._state.repeated)
         if self._state.phase is Phase.RUNNING and before.trains:
             self._tell_of_the_lost(before, actions)
         if self._state.phase is not before.phase:
@@ -182,17 +182,14 @@ class Supervisor:
             number = f"restart {restart} of {self._policy.max_restarts}"
             self._say(f"Rank {action.rank} starts again in {action.seconds:g} s, to join the others ({number}).")
 
-    def _tell_of_the_repeated(self) -> None:
-        last = self._state.failures[-1]
+    def _tell_of_the_repeated(self, last: state_machine.Ended, before: state_machine.Ended) -> None:
         failure = last.failure
-        assert failure is not None
-        earlier = [(end.rank, end.failure) for end in self._state.failures[:-1] if end.failure]
-        rank, before = next(end for end in earlier if failure.repeats(end[1], is_same_rank=end[0] == last.rank))
-        common = sorted(set(failure.samples).intersection(before.samples))
+        assert failure is not None and before.failure is not None
+        common = sorted(set(failure.samples).intersection(before.failure.samples))
         samples = f", one of the samples {common}" if common else ""
         self._say(
             f"rank {last.rank} has failed in epoch {failure.epoch}, batch {failure.batch}{samples}, by the same "
-            f"exception as rank {rank} before: {failure.text}\nAnother start would fail, too, so the job ends. "
+            f"exception as rank {before.rank} before: {failure.text}\nAnother start would fail, too, so the job ends. "
             f"{self._policy.max_restarts - self._state.restarts} of {self._policy.max_restarts} restarts are left."
         )
 

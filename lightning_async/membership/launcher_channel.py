@@ -62,13 +62,16 @@ class Failure(NamedTuple):
     samples: Sequence[int] = ()  # indices of the batch's samples; empty if they are unknown
 
     def repeats(self, before: Failure, is_same_rank: bool) -> bool:
-        """Return whether the same exception was raised ``before``, by the same samples or at the same batch of a rank.
+        """Return whether the same exception was raised ``before`` in this epoch, by the same samples or a rank's batch.
+
+        In other epochs it is another one: a restart goes on in the epoch of the failure.
 
         >>> Failure("ValueError: bad", 0, 9, [36, 37]).repeats(Failure("ValueError: bad", 0, 4, [37, 38]), False)
         True
         """
-        at_same_batch = is_same_rank and (self.epoch, self.batch) == (before.epoch, before.batch)
-        return self.text == before.text and (at_same_batch or not set(self.samples).isdisjoint(before.samples))
+        if (self.text, self.epoch) != (before.text, before.epoch):
+            return False
+        return (is_same_rank and self.batch == before.batch) or not set(self.samples).isdisjoint(before.samples)
 
 
 def tell_generation(number: int, members: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -136,26 +137,32 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 
 class Unreadable(Dataset[Any]):
-    def __init__(self, is_read: bool) -> None:
+    def __init__(self, is_read: bool, bad: int = 37) -> None:
         self.is_read = is_read
+        self.bad = bad
 
     def __len__(self) -> int:
         return 4 * BATCHES
 
     def __getitem__(self, index: int) -> Any:
-        if index == 37 and not self.is_read:
+        if index == self.bad and not self.is_read:
             raise ValueError("no picture")
         return torch.full((4,), float(index)), torch.zeros(1)
 
 
 class FailingStep(Noisy):
+    def __init__(self, error: Exception | None = None, bad: int = 37) -> None:
+        super().__init__()
+        self.error = ValueError("no picture") if error is None else error
+        self.bad = bad
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if bool((batch[0] == 37.0).any()):
-            raise ValueError("no picture")
+        if bool((batch[0] == self.bad).any()):
+            raise self.error
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(("in_step", "workers"), [(False, 0), (True, 0), (True, 2)])
+@pytest.mark.parametrize(("in_step", "workers"), [(False, 0), (True, 0), (True, 2), (False, 2)])
 def test_a_failure_is_reported_with_its_samples(
     in_step: bool, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,11 +174,52 @@ def test_a_failure_is_reported_with_its_samples(
         trainer = trainer_of(every(tmp_path / "saves", 1000))
         with pytest.raises(ValueError, match="no picture"):
             trainer.fit(FailingStep(), loader)
+    gc.collect()  # an exception of torch's loader is part of a reference cycle, which keeps its workers alive
     first, second = reported
     assert first.text.endswith("ValueError: no picture")
     assert 37 in first.samples
     assert len(first.samples) == 4
     assert second.repeats(first, is_same_rank=False)
+
+
+@pytest.mark.parametrize("is_prefetched", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("in_step", "bad"), [(True, 1), (True, 37), (False, 37)])
+def test_a_plain_loaders_failure_names_its_samples(
+    in_step: bool, bad: int, workers: int, is_prefetched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[Failure] = []
+    monkeypatch.setattr(epoch_data, "tell_failure", reported.append)
+    monkeypatch.setattr(epoch_data, "follower", lambda loader: None)
+    if is_prefetched:  # Lightning fetches one batch ahead of a loader without a length
+        monkeypatch.setattr(f"{pl.__name__}.loops.fetchers.sized_len", lambda loader: None)
+    trainer = trainer_of(every(tmp_path, 1000))
+    with pytest.raises(ValueError, match="no picture"):
+        trainer.fit(FailingStep(bad=bad), DataLoader(Unreadable(in_step, bad), batch_size=4, num_workers=workers))
+    gc.collect()
+    assert [failure.samples for failure in reported] == [list(range(bad // 4 * 4, bad // 4 * 4 + 4))]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_reported"),
+    [
+        (torch.distributed.DistBackendError("NCCL"), False),
+        (torch.distributed.DistNetworkError("reset"), False),
+        (torch.OutOfMemoryError("full"), False),
+        (ConnectionResetError("reset"), False),
+        (TimeoutError("late"), False),
+        (OSError(5, "Input/output error"), True),
+        (RuntimeError("sizes differ"), True),
+    ],
+)
+def test_errors_from_outside_are_not_reported(
+    error: Exception, is_reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[Failure] = []
+    monkeypatch.setattr(epoch_data, "tell_failure", reported.append)
+    with pytest.raises(type(error)):
+        trainer_of(every(tmp_path, 1000)).fit(FailingStep(error), DataLoader(Unreadable(True), batch_size=4))
+    assert len(reported) == is_reported
 
 
 class SignalledHook(pl.Callback):

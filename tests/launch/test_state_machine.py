@@ -136,8 +136,9 @@ def test_a_new_start_knows_nothing_of_the_one_before():
 
 def test_an_exception_that_repeats_ends_the_job():
     bad = Failure("ValueError: bad", epoch=0, batch=4, samples=[36, 37])
-    moved = bad._replace(epoch=1, batch=9, samples=[37, 99])
+    moved = bad._replace(batch=9, samples=[37, 99])
     others = [bad._replace(text="KeyError: 3"), moved._replace(samples=[99]), bad._replace(batch=5, samples=[])]
+    others += [bad._replace(epoch=1), moved._replace(epoch=7)]
     for failure, ends in [(bad, True), (moved, True), *((other, False) for other in others)]:
         _, taken = run(AGAIN, Ended(1, 1, bad), *all_end(-TERM, 0, -TERM)[::2], Due(), Ended(1, 1, failure))
         assert taken[-1] == term(0, 2, seconds=30.0 if ends else 5.0)
@@ -150,6 +151,29 @@ def test_an_exception_that_repeats_ends_the_job():
     for status in (1, -TERM):
         _, taken = run(AGAIN, Ended(1, 1, bad), Ended(2, status, moved), Ended(0, TRY_AGAIN))
         assert taken[-1] == [Finish(1)]
+
+
+@pytest.mark.parametrize("status", [TRY_AGAIN, 3, -TERM])
+def test_a_repeat_ends_with_its_own_code(status: int):
+    bad = Failure("ValueError: bad", epoch=0, batch=4, samples=[36, 37])
+    other = Failure("KeyError: 3", epoch=1, batch=1, samples=[5])
+    state, taken = run(AGAIN, Ended(1, 1, bad), Ended(2, 9, bad), Ended(0, status, other))
+    assert taken[-1] == [Finish(9)]
+    assert state.repeated == (Ended(2, 9, bad), Ended(1, 1, bad))
+
+
+def test_an_end_with_75_is_no_repeat():
+    bad = Failure("ValueError: bad", epoch=0, batch=4, samples=[36, 37])
+    _, taken = run(AGAIN, Ended(1, TRY_AGAIN, bad), Ended(2, TRY_AGAIN, bad), Ended(0, TRY_AGAIN, bad))
+    assert taken[-1] == [Finish(TRY_AGAIN)]
+
+
+def test_failures_of_earlier_epochs_are_forgotten():
+    failures = [Failure("ValueError: bad", epoch, batch=4) for epoch in (0, 2, 1)]
+    rest = [Ended(0, -TERM), Ended(2, -TERM), Due()]
+    events = [event for failure in failures for event in (Ended(1, 1, failure), *rest)]
+    state, _ = run(replace(AGAIN, max_restarts=9), *events)
+    assert [failure.epoch for _, failure in state.failures] == [2, 1]
 
 
 def test_pauses_grow_to_a_minute():

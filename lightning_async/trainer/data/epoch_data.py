@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+from torch.distributed import DistError
 from torch.utils.data import IterableDataset
 
 from lightning_async.data.redistribution import (
@@ -327,10 +329,11 @@ def follower(loader: Any) -> Source | None:
 def report_failure(trainer: Any, exception: BaseException) -> None:
     """Tell the launcher of an exception within training, and of the batch and the samples at which it was raised.
 
-    Errors of this package, of connections and of time limits have causes outside of the program, and are not reported.
+    Errors of this package, of connections, of time limits, of torch.distributed, and of a full accelerator may have
+    causes outside of the program, and are not reported.
     """
     fit = trainer.fit_loop
-    outside = AsyncTrainingError | ConnectionError | TimeoutError
+    outside = AsyncTrainingError | ConnectionError | TimeoutError | DistError | torch.OutOfMemoryError
     if not isinstance(exception, Exception) or isinstance(exception, outside) or not fit.epoch_progress.current.started:
         return
     # The first of several callers is nearest to the batch.
@@ -342,7 +345,7 @@ def report_failure(trainer: Any, exception: BaseException) -> None:
     # Without samples the report is still of use, and nothing may hide the exception of the program.
     with contextlib.suppress(Exception):
         (loader,) = fit._combined_loader.flattened
-        position = {"share": told_of(loader)[0], "taken": progress.ready, "drawn": {}}
+        position = {"share": told_of(loader)[0], "taken": fit._data_fetcher.fetched, "drawn": {}}
         if (source := follower(loader)) is not None:
             position = source.position(before=False, ended=False)
         told = position["share"]
