@@ -44,6 +44,7 @@ class Saver:
         pickles: Whether objects are saved as pickles. Default: False.
         lost: Function that returns the ranks that are lost while training continues without them. Default: no rank is
             lost.
+        on_save: Function that is called before each save. Default: does nothing.
         now: Clock, in seconds. Default: `time.monotonic`.
     """
 
@@ -60,6 +61,7 @@ class Saver:
         max_failures: int = 3,
         pickles: bool = False,
         lost: Callable[[], Collection[int]] = tuple,
+        on_save: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.costs = Costs()
@@ -80,6 +82,7 @@ class Saver:
         """Whether a save was given up because of lost ranks, so that a save is due again. The coordinator resets it."""
         self._losses = LostParts(store, rank, now)
         self._lost = lost
+        self._on_save = on_save
         self._looked_at = -math.inf
         self._alone = -1
         self._writer = Writer(store.dirpath, rank, buffers, pickles=pickles)
@@ -127,6 +130,7 @@ class Saver:
         # The writer does one save at a time: wait for the one that it is writing.
         if not queue:
             self.wait(PATIENCE_S)
+        self._on_save()
         job = SaveJob(number, step, self._run, tuple(ranks), shared, own, manifest)
         self.costs.saves += 1
         self._begun_at[number] = self._steps
@@ -167,6 +171,7 @@ class Saver:
         # Only one copy is wanted: all live ranks that hold this state try to save it.
         if self._store.begun(number, self._run):
             return False
+        self._on_save()
         job = SaveJob(number, step, f"{self._run}-{self._rank}", (self._rank,), shared, own, manifest)
         self.costs.saves += 1
         self._begun_at[number] = self._steps

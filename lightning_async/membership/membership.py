@@ -291,6 +291,13 @@ class Membership:
             peers = self._failure_detector.peers.items()
             return {name: peer for name, peer in peers if peer.lost or peer.has_left or peer.restarted}
 
+    def all_ended(self) -> dict[str, Peer]:
+        """Return all peers if each was lost or has left, else none; raise like `ended`. No I/O."""
+        with self._lock:
+            self._check_store()
+            peers = dict(self._failure_detector.peers)
+            return peers if all(peer.lost or peer.has_left for peer in peers.values()) else {}
+
     def accept_new_processes(self) -> None:
         """Forget which peers were replaced by a new process, because the present ones train together from now on."""
         with self._lock:

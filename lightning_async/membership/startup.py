@@ -13,6 +13,7 @@ import errno
 import ipaddress
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -54,19 +55,20 @@ _OTHERWISE = "how otherwise"
 class WaitWithLog:
     """A wait with a deadline that logs which ranks are missing.
 
-    ``check`` is called repeatedly. It raises if the missing ranks cannot come any more.
+    ``check`` is called repeatedly. It raises if the missing ranks cannot come any more. If ``timeout`` is None, only
+    this ends the wait.
     """
 
     def __init__(
         self,
         rank: int,
-        timeout: timedelta,
+        timeout: timedelta | None,
         check: Callable[[], None],
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._rank = rank
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s = math.inf if timeout is None else timeout.total_seconds()
         self._check = check
         self._now = now
         self._sleep = sleep
@@ -86,7 +88,11 @@ class WaitWithLog:
             raise CollectiveTimeout(f"rank {self._rank}: after {waited_s:.0f} s still {what()}.")
         if waited_s >= self._next_word_s:
             level = logging.WARNING if self._next_word_s else logging.INFO
-            left = f"giving up in {self._timeout_s - waited_s:.0f} s"
+            left = (
+                "there is no deadline"
+                if self._timeout_s == math.inf
+                else f"giving up in {self._timeout_s - waited_s:.0f} s"
+            )
             _log.log(level, "Rank %d: after %.0f s %s; %s.", self._rank, waited_s, what(), left)
             self._next_word_s = max(
                 _FIRST_WARNING_S, min(2 * self._next_word_s, self._next_word_s + _LONGEST_SILENCE_S)
@@ -489,6 +495,13 @@ class ProcessHeartbeat:
             else f"rank {rank}: {describe(gone)}",
             tuple(map(self._names.index, gone)),
         )
+
+    def check_others(self) -> None:
+        """Raise `PeerLost` if the processes of all other ranks, as far as known, have ended. No I/O."""
+        if gone := self._membership.all_ended():
+            raise PeerLost(
+                f"rank {self.name} waits for others in vain: {describe(gone)}", tuple(map(int, in_order(gone)))
+            )
 
     def _ended(self, joined: Collection[str]) -> dict[str, Peer]:
         """Return the peers whose processes have ended, except those of ``joined`` that new processes have replaced."""

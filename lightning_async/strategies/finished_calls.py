@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import zlib
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_async.comm.serialization import decode, encode, take_apart
+from lightning_async.engine.fingerprint import digests
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.membership.join_protocol import JoinBoard, JoinBoardWithTimeout
 from lightning_async.membership.startup import WaitWithLog, naming_the_stores_host
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from lightning_async.strategies.async_strategy import AsyncStrategy
 
 log = logging.getLogger(__name__)
-_PATIENCE = timedelta(minutes=30)
 _LARGE_BYTES = 1 << 20
+_MANY = 1 << 22
 _room = [1 << 26]  # bytes that this process may still publish in values of more than `_LARGE_BYTES`
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _STATE = "state of "
@@ -71,6 +70,7 @@ class FinishedCalls:
     def __init__(self, strategy: AsyncStrategy) -> None:
         self._strategy = strategy
         self._call = ""
+        self._hparams: list[Any] = []
 
     def _open_board(self) -> JoinBoard:
         strategy = self._strategy
@@ -80,8 +80,10 @@ class FinishedCalls:
     def begin(self, trainer: Any, data: Any) -> None:
         """Note the call that begins: its kind, and the loaders and data modules in ``data``."""
         self._call = trainer.state.fn.value
+        self._hparams = []
         with contextlib.suppress(Exception):  # users' objects may have attributes that cannot be read
             self._call += f"({describe_data(data)})"
+            self._hparams = [_plain(source.hparams) for source in tree_leaves(data) if hasattr(source, "hparams")]
 
     def publish(self, trainer: Any, result: Any) -> None:
         """Publish the end of the call that this rank has just finished."""
@@ -89,6 +91,7 @@ class FinishedCalls:
         changed = trainer.state.fn == "fit" or trainer.ckpt_path is not None
         parts = {
             "call": self._call,
+            "hparams": self._hparams,
             "result": result,
             "metrics": {name: dict(getattr(trainer._logger_connector, name)) for name in _METRICS},
             "progress": {path: counts.state_dict() for path, counts in _progress_of(trainer.fit_loop)},
@@ -111,16 +114,24 @@ class FinishedCalls:
         Return at once if the call is a fit that the others have not finished: this rank can join it.
 
         Raises:
-            AsyncTrainingError: see `leave_if_over`; or the call is not over after 30 minutes.
+            AsyncTrainingError: see `leave_if_over`; or the processes of all other ranks have ended.
         """
         rank = int(self._strategy.stable_id)
-        patience = WaitWithLog(rank, _PATIENCE, lambda: None)
+        transport = cast(TorchTransport, self._strategy.transport)
+
+        def check() -> None:
+            transport.check_others(self._strategy.cluster_environment, self._strategy.config.timeouts.dead_after)
+
+        # An evaluation may be long: as long as another rank lives, this rank waits.
+        patience = WaitWithLog(rank, None, check)
         with naming_the_stores_host(rank):
             board = self._open_board()
             self.leave_if_over(board)
             while trainer.state.fn != "fit":
-                patience.wait(lambda: f"waiting for the other ranks to finish `{trainer.state.fn.value}`")
-                self.leave_if_over(board)
+                try:
+                    patience.wait(lambda: f"waiting for the other ranks to finish `{trainer.state.fn.value}`")
+                finally:  # also when the last of them has ended, which may have published just before
+                    self.leave_if_over(board)
 
     def leave_if_over(self, board: JoinBoard) -> None:
         """Raise `CallIsOver` if the other ranks have finished the call that this returning rank makes.
@@ -140,6 +151,9 @@ class FinishedCalls:
             parts = {part: decode(encoded) for part, encoded in _decode(data).items()}
             if parts["call"] != self._call:
                 raise AsyncTrainingError(f"{told} is {self._call}, and was {parts['call']} on rank {name}. {_REMEDY}")
+            # Times, temporary directories and such differ between starts that are equal otherwise.
+            if (before := parts.get("hparams", self._hparams)) != self._hparams:
+                log.warning("%s has data with hparams %s, and rank %s had %s.", told, self._hparams, name, before)
             if name != stable_id and self._call.startswith("predict"):
                 parts["result"] = []  # the others have predicted this rank's samples, too
             weights = board.read_bytes(f"weights/{call}")  # of rank 0, which may be later than the rank of the result
@@ -199,18 +213,35 @@ def describe_data(data: Any) -> str:
     """Return a text of the loaders and data modules in ``data``, which differs between the folds of a cross-validation.
 
     >>> describe_data([torch.utils.data.DataLoader([1, 2, 3]), None, "best"])
-    'DataLoader of 3, 78058047'
+    'DataLoader of 3, 78adb9ea'
     """
     texts = []
     for source in tree_leaves(data):
         dataset = getattr(source, "dataset", None)
         if dataset is not None or hasattr(source, "hparams"):
             owners = (dataset, getattr(source, "sampler", None))
-            values = [getattr(owner, name, None) for owner in owners for name in ("indices", "tensors")]
-            text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr([*values, getattr(source, "hparams", None)]))
+            values = [_plain(getattr(owner, name, None)) for owner in owners for name in ("indices", "tensors")]
             size = f" of {len(dataset)}" if hasattr(dataset, "__len__") else ""  # pyright: ignore[reportArgumentType]
-            texts.append(f"{type(source).__name__}{size}, {zlib.crc32(text.encode()):08x}")
+            texts.append(f"{type(source).__name__}{size}, {zlib.crc32(repr(values).encode()):08x}")
     return "; ".join(texts)
+
+
+def _plain(value: Any) -> Any:
+    """Return plain values that are equal in all processes that make ``value``: digests of numbers, the parts of others.
+
+    Of more than 4 million numbers, some are compared. Objects that are no plain data have their type alone.
+    """
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, Mapping):
+        return sorted(([str(name), _plain(each)] for name, each in value.items()), key=repr)
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value), key=repr)
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        numbers = torch.as_tensor(value)
+        part = numbers.reshape(-1)[:: max(1, numbers.numel() // _MANY)]
+        return [str(numbers.dtype), list(numbers.shape), digests([part])[0]]
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else type(value).__name__
 
 
 def _encode(value: object) -> Tensor | None:

@@ -296,6 +296,10 @@ class TorchTransport(Transport):
         presence.expect(names, getattr(environment, "joined", frozenset()))
         return presence.call_roll(call, names, failed, Seal.of_job(), START_TIMEOUT)
 
+    def check_others(self, environment: Any, dead_after: timedelta) -> None:
+        """Raise `PeerLost` if the processes of all other ranks have ended; see `ProcessHeartbeat.check_others`."""
+        _presence_of(environment, dead_after).check_others()
+
     def early_door(self, environment: Any) -> JoinBoard:
         """Return the board on which joining ranks ask to join, without waiting until all ranks have started.
 

@@ -594,6 +594,30 @@ def test_files_that_others_wrote_beside_models_stay(tmp_path: Path) -> None:
     assert set(second) < set(life(At(3, interrupt), recover=None))
 
 
+def interrupted(folder: Path, stop: int, **settings: Any) -> list[str]:
+    with contextlib.suppress(Interrupted):
+        best = lightnings(folder / "models", save_top_k=-1)
+        train(every(folder / "saved", 5, **settings), best, At(stop, interrupt))
+    return names_in(folder / "models")
+
+
+@several_callbacks
+def test_models_stay_where_checkpoints_are_gone(tmp_path: Path) -> None:
+    """The only checkpoint was saved after the last file of `ModelCheckpoint` was written."""
+    assert interrupted(tmp_path, 5) == ["step=2.ckpt", "step=4.ckpt"]
+    store = CheckpointStore(tmp_path / "saved")
+    (entry,) = store.entries()
+    store.remove(entry)
+    assert interrupted(tmp_path, 1) == ["step=2.ckpt", "step=4.ckpt"]
+
+
+@several_callbacks
+def test_models_stay_after_an_older_checkpoint(tmp_path: Path) -> None:
+    first = sorted(f"step={step}.ckpt" for step in range(2, 17, 2))
+    assert interrupted(tmp_path, 17, keep=Latest(9)) == first
+    assert interrupted(tmp_path, 6, keep=Latest(9), recover="step=5") == sorted([*first, "step=6-v1.ckpt"])
+
+
 @several_callbacks
 def test_a_best_model_that_is_gone_is_not_named(tmp_path: Path) -> None:
     """Replaced after the checkpoint from which training resumes, and others are the best this time."""

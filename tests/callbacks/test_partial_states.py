@@ -172,6 +172,25 @@ def test_trainable_only_saves_what_is_thawed_and_names_it(tmp_path: Path, caplog
     assert torch.equal(again.large.weight, thawed.large.weight)
 
 
+def test_trainable_only_saves_what_is_written_in_rows(tmp_path: Path) -> None:
+    """The last elements of a weight, which are not among the sampled ones."""
+    module = Large()
+
+    def write() -> None:
+        with torch.no_grad():
+            module.large.weight[-1, -40:] = 5.0
+            module.large.bias.mul_(1.0)  # written to, and not changed
+
+    with contextlib.suppress(Interrupted):
+        train(every(tmp_path, trainable_only=True), At(9, write), At(17, interrupt), module=module)
+    again = train(every(tmp_path, trainable_only=True), module=Large())
+    assert torch.equal(again.large.weight, module.large.weight)
+    state = TrainerState(SimpleNamespace(), trainable_only=True)
+    assert [state._is_changed("bias", module.large.bias) for _ in range(2)] == [False, False]
+    write()
+    assert not state._is_changed("bias", module.large.bias)
+
+
 def test_an_adapter_on_another_base_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(every(tmp_path), module=AdapterOnly(), max_epochs=1)
     other = AdapterOnly()

@@ -48,6 +48,16 @@ class Hand:
         self.beat(*range(len(self.ranks)), times=3)
 
 
+def test_all_have_ended_once_the_last_one_has() -> None:
+    hand = Hand(3)
+    hand.everybody_is_seen()
+    hand.ranks[1].leave()
+    hand.beat(0, 2)
+    assert hand.ranks[0].all_ended() == {}
+    hand.beat(0, times=30, seconds=1.0)
+    assert set(hand.ranks[0].all_ended()) == {"1", "2"}
+
+
 @contextmanager
 def running(world_size: int, **kwargs: Any) -> Iterator[list[Membership]]:
     store = kwargs.pop("store", None) or HashStore()

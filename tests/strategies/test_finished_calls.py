@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_async.engine.timeouts import Timeouts
-from lightning_async.errors import AsyncTrainingError
+from lightning_async.errors import AsyncTrainingError, PeerLost
 from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.signing import Seal
 from lightning_async.strategies import finished_calls, rank_mapping
@@ -38,6 +38,12 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+class Folds(pl.LightningDataModule):
+    def __init__(self, folder: str, names: set[str]) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
 class Rank:
     """A rank of a job of two, whose Trainer runs by itself."""
 
@@ -50,9 +56,17 @@ class Rank:
         door = JoinBoard(store, Seal())
         strategy: Any = SimpleNamespace(
             cluster_environment=None, stable_id=str(number), global_rank=number, num_started=2, fit_sessions=None,
-            transport=SimpleNamespace(door=lambda environment: door), config=SimpleNamespace(timeouts=Timeouts()),
+            config=SimpleNamespace(timeouts=Timeouts()),
+            transport=SimpleNamespace(door=lambda environment: door, check_others=self.check),
         )  # fmt: skip
         self.calls = FinishedCalls(strategy)
+        self.all_ended = False
+        self.before_check: Any = lambda: None
+
+    def check(self, environment: Any, dead_after: Any) -> None:
+        self.before_check()
+        if self.all_ended:
+            raise PeerLost("rank 1 waits for others in vain")
 
     def fit(self) -> None:
         rank_mapping._runs[:] = [1]
@@ -150,6 +164,52 @@ def test_a_call_with_the_data_of_another_fold_is_refused(ranks: tuple[Rank, Rank
     zero.publish()
     with pytest.raises(AsyncTrainingError, match=r"is fit\(DataLoader of 3, \w+\), and was fit\(.*must not leave out"):
         one.come_back(data=Subset(DATA, [3, 4, 5]))
+
+
+def test_a_tensor_that_differs_in_the_middle_is_refused(ranks: tuple[Rank, Rank]) -> None:
+    zero, one = ranks
+    data = torch.zeros(5000)
+    zero.calls.begin(zero.trainer, [DataLoader(TensorDataset(data.clone()), 4)])
+    zero.publish()
+    data[2500] = 1.0
+    with pytest.raises(AsyncTrainingError, match="must not leave out"):
+        one.come_back(data=TensorDataset(data))
+
+
+def test_hparams_that_differ_are_warned_of(ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture) -> None:
+    zero, one = ranks
+    zero.calls.begin(zero.trainer, [Folds(folder="/tmp/a", names={"a", "b"})])
+    zero.publish()
+    rank_mapping._runs[:] = [0]
+    one.trainer.state.fn = zero.trainer.state.fn
+    one.calls.begin(one.trainer, [Folds(folder="/tmp/b", names={"b", "a"})])
+    with caplog.at_level(logging.WARNING), pytest.raises(CallIsOver):
+        one.calls.wait(one.trainer)
+    assert "has data with hparams [[['folder', '/tmp/b'], ['names', ['a', 'b']]" in caplog.text
+
+
+def test_plain_values_do_not_depend_on_the_process() -> None:
+    plain = finished_calls._plain
+    assert plain({"b": {"y", "x"}, "a": object()}) == [["a", "object"], ["b", ["x", "y"]]]
+    assert plain([1, 2]) != plain([2, 1])
+    assert plain(["a", [1.5]]) == ["a", plain([1.5])]
+
+
+def test_a_rank_that_waits_alone_ends(ranks: tuple[Rank, Rank]) -> None:
+    _, one = ranks
+    one.all_ended = True
+    with pytest.raises(PeerLost, match="waits for others in vain"):
+        one.come_back("test")
+
+
+def test_a_result_of_ranks_that_have_ended_is_taken(ranks: tuple[Rank, Rank]) -> None:
+    """They publish it after the first look, and end before the second."""
+    zero, one = ranks
+    one.all_ended = True
+    zero.trainer.state.fn = pl.trainer.states.TrainerFn("test")
+    zero.calls.begin(zero.trainer, [DataLoader(DATA, 4)])
+    one.before_check = lambda: (zero.publish([{"error": 1.0}]), rank_mapping.begin_call(1))
+    assert one.come_back("test") == [{"error": 1.0}]
 
 
 def test_a_call_that_has_failed_fails_on_a_returning_rank(ranks: tuple[Rank, Rank]) -> None:

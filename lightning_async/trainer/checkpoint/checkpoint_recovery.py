@@ -264,6 +264,8 @@ class WrittenFiles:
         self._path = f"{store.dirpath}/model-checkpoints.json"
         self._callbacks = callbacks_of(trainer, "ModelCheckpoint")
         self.paths: list[str] = []
+        self._resumable = False
+        """Whether a checkpoint of this training may exist or have existed."""
 
     def install(self) -> list[Undo]:
         calls = {"_save_checkpoint": self._write, "_link_checkpoint": self._write, "_remove_checkpoint": self._remove}
@@ -273,46 +275,50 @@ class WrittenFiles:
         # The file is listed before it is written, because this process may be killed in between. A link stands behind
         # the file that it names.
         self.paths = [*(path for path in self.paths if path != args[-1]), args[-1]]
-        self.publish()
+        self._publish()
         original(*args)
 
     def _remove(self, original: Any, *args: Any) -> None:
         original(*args)
         self.paths = [path for path in self.paths if path != args[-1]]
-        self.publish()
+        self._publish()
 
-    def publish(self, ended: bool = False) -> None:
-        """Write the list; ``ended`` says that training has ended, so that the next one from scratch is another one."""
+    def note_save(self) -> None:
+        """Note that a save begins, or that training has ended: the next training from scratch is another one."""
+        if not self._resumable:
+            self._resumable = True
+            self._publish()
+
+    def _publish(self) -> None:
         if self._callbacks and self._trainer.is_global_zero:
-            content = {"paths": self.paths, "resumable": ended or bool(self._store.entries())}
-            self._store.publish(self._path, seal(content))
+            self._resumable = self._resumable or bool(self._store.entries())
+            self._store.publish(self._path, seal({"paths": self.paths, "resumable": self._resumable}))
 
-    def resume(self, states: dict[str, Any], is_chosen: bool) -> None:
+    def resume(self, states: dict[str, Any], entry: CheckpointEntry | None, is_chosen: bool) -> None:
         """Delete the files that are newer than the loaded checkpoint; remove deleted ones from the callbacks' states.
 
         All ranks call this together, before Lightning restores the callbacks.
 
         Args:
             states: States of the callbacks in the loaded checkpoint; empty if training begins from scratch.
+            entry: The loaded checkpoint; None if training begins from scratch. Where a newer one exists, nothing is
+                deleted.
             is_chosen: Whether this package has chosen the checkpoint. If the user has, nothing is deleted.
         """
         self.paths = next((state[FILES] for state in states.values() if FILES in state), [])
         if is_chosen and self._callbacks:
             saved = [(each, states[each.state_key]) for each in self._callbacks if each.state_key in states]
-            told = self._tidy(saved, not states) if self._trainer.is_global_zero else None
+            told = self._tidy(saved, entry) if self._trainer.is_global_zero else None
             missing, directories = self._gather(told)[0]
             for callback, state in saved:
                 callback.dirpath = directories.get(callback.state_key, callback.dirpath)
                 # Otherwise the end of training would write the last file again.
                 callback._last_checkpoint_saved = state["last_model_path"]
                 _forget(state, missing, min if callback.mode == "min" else max)
-        self.publish()
+        self._publish()
 
-    def _tidy(self, saved: list[tuple[Any, dict[str, Any]]], is_new: bool) -> list[Any]:
-        """Delete newer files; return those of the best that do not exist, and directories to use again, by state key.
-
-        ``is_new`` says that no checkpoint was loaded.
-        """
+    def _tidy(self, saved: list[tuple[Any, dict[str, Any]]], entry: CheckpointEntry | None) -> list[Any]:
+        """Delete newer files; return those of the best that do not exist, and directories to use, by state key."""
         directories = {}
         for callback, state in saved:
             # Without a directory from the user, Lightning takes one of the logger's new version.
@@ -321,7 +327,7 @@ class WrittenFiles:
             restore()
             if default == callback.dirpath and callback._fs.exists(state["dirpath"]):
                 directories[callback.state_key] = state["dirpath"]
-        listed: dict[str, Any] = {"paths": []}
+        listed: dict[str, Any] = {"paths": [], "resumable": False}
         with contextlib.suppress(OSError, DamagedCheckpoint):
             listed = unseal(self._store.files.read(self._path), self._path)
         # Whoever may write into the checkpoints' directory must not choose which other files are deleted.
@@ -332,7 +338,10 @@ class WrittenFiles:
             if path not in self.paths and path.startswith(places) and path.endswith(".ckpt") and "/../" not in path
         ]
         # A training that has lost its checkpoints is another one. One that never had any was killed before the first.
-        if newer and not (is_new and listed["resumable"]):
+        # After an older checkpoint, which the user has asked for, training went on, and may have ended.
+        entries = self._store.entries()
+        goes_on = not (entries or listed["resumable"]) if entry is None else entry.number == entries[0].number
+        if newer and goes_on:
             log.warning("Files of `ModelCheckpoint` from steps that are trained again are deleted: %s.", newer)
             for path in newer:
                 self._trainer.strategy.remove_checkpoint(path)

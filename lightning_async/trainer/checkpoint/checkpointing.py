@@ -120,7 +120,8 @@ class Checkpointing:
         chosen = None if checkpoint_path else self._recovery.choose()
         original(checkpoint_path or chosen, *args, **kwargs)
         states = self._trainer._checkpoint_connector._loaded_checkpoint.get("callbacks", {})
-        self.written.resume(states, is_chosen=not checkpoint_path and self._settings.recover is not None)
+        is_chosen = not checkpoint_path and self._settings.recover is not None
+        self.written.resume(states, self._recovery.entry, is_chosen)
 
     def _load_optimizers(self, original: Any, checkpoint: Any) -> None:
         check_saved(self._trainer.optimizers, checkpoint["optimizer_states"])
@@ -154,7 +155,7 @@ class Checkpointing:
             self.store, rank, self._directory.program, settings.keep, resumed_from=resumed and resumed.number,
             good_after=settings.good_after if self._watcher else None,
             buffers=settings.buffers, max_failures=settings.max_failures, pickles=pickles,
-            lost=lambda: self._names.lost,
+            lost=lambda: self._names.lost, on_save=self.written.note_save,
         )  # fmt: skip
         self.saver.start()
 
@@ -267,7 +268,7 @@ class Checkpointing:
         if self._pace is not None:
             self._pace.end()
             self._preempted.has_saved = True
-        self.written.publish(ended=True)
+        self.written.note_save()
 
     def _run_fit(self, original: Any) -> None:
         try:
