@@ -51,11 +51,14 @@ log = logging.getLogger(__name__)
 class Validation:
     """Patches of Lightning's loops with which all ranks validate together and end each epoch together."""
 
-    def __init__(self, view: StrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData) -> None:
+    def __init__(
+        self, view: StrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData, saving: Saving
+    ) -> None:
         self._view = view
         self._trainer = trainer
         self._meeting = meeting
         self._lost_rank_data = lost_rank_data
+        self._saving = saving
         self._unscheduled = UnscheduledValidation(trainer)
         self.sync_points_epochs = True
         """Whether all ranks wait for one another at the end of each epoch."""
@@ -71,6 +74,7 @@ class Validation:
         fit = self._trainer.fit_loop
         if (updates := updates_of(self._trainer)) is not None:
             updates.rates.epochs_meet = lambda: self._meets_at_end
+        self._saving.validates_at_end = lambda: self._is_due_at_end
         return [
             override(fit.epoch_loop, "on_run_start", self._begin_epoch),
             override(fit.epoch_loop, "_should_check_val_fx", self._should_validate),
@@ -82,6 +86,14 @@ class Validation:
     @property
     def _meets_at_end(self) -> bool:
         return self.sync_points_epochs and self._view.sync_points is not None
+
+    @property
+    def _is_due_at_end(self) -> bool:
+        """Whether this rank asks for a validation at the end of the epoch.
+
+        Another rank may have reached a validation that this rank has missed, and this rank has taken part in it.
+        """
+        return self._due_at_end or (self._missed > 0 and self._due + self._missed > self._held)
 
     def start_over(self) -> None:
         """Reset all counters, because training begins again within this fit."""
@@ -181,9 +193,7 @@ class Validation:
             world = self._view.world or world
             if updates is not None:
                 follow_rates = updates.rates.end_epoch(world)
-            # Another rank may have reached a validation that this rank has missed, and this rank has taken part in it.
-            missed = self._missed > 0 and self._due + self._missed > self._held
-            mine = [float(self._due_at_end or missed), float(self._is_last())]
+            mine = [float(self._is_due_at_end), float(self._is_last())]
             due, last = world.reduce(torch.tensor(mine), "max").tolist()
             if due > 0.0 and not self._validated:
                 self._unscheduled.run_at_end()
@@ -192,6 +202,7 @@ class Validation:
                 self._trainer.should_stop = True
             self._due_at_end = False
             self._due = self._held = self._missed = 0
+            self._saving.catch_up()
         original()
         if follow_rates is not None:
             follow_rates()
@@ -311,8 +322,8 @@ class LoopPatches:
         epoch = EpochAssignment(trainer)
         self._lost_rank_data = LostRankData(epoch, self.rates)
         self.joiner_data = JoinerData(epoch, self.rates)
-        self._validation = Validation(view, trainer, self.sync_points, self._lost_rank_data)
         self._saving = saving = Saving(view, trainer)
+        self._validation = Validation(view, trainer, self.sync_points, self._lost_rank_data, saving)
         self.sync_points.on_met = StepState(view, trainer, self.rates).make_equal
         self.sync_points.on_model_changed += [
             self._validation.model_changed,

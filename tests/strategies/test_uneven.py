@@ -85,6 +85,16 @@ def test_checkpoints_by_steps_and_by_time_hold_one_model(ranks: Outcomes) -> Non
     assert {name: name.partition("-")[0] for name in names} == names
 
 
+@pytest.mark.parametrize("kind", ["gradients", "averaging", "servers", "uneven"])
+def test_saves_by_steps_wait_for_their_validation(ranks: Outcomes, kind: str) -> None:
+    for told in ranks("scored_checkpoints"):
+        scores = told[kind]["scores"]
+        assert "step=12-score=12" in scores
+        assert "step=24-score=24" in scores
+        assert not any(name.startswith(("step=12-score=6", "step=24-score=1")) for name in scores)
+        assert told[kind]["best"] == "step=24-score=24"
+
+
 @pytest.mark.parametrize("name", ["default_checkpoint", "default_checkpoint_without_validation"])
 def test_default_checkpoint(ranks: Outcomes, name: str) -> None:
     told = ranks(name)

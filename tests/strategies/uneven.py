@@ -171,6 +171,40 @@ def checkpoints_by_steps_and_time(folder: Path) -> Any:
     return told
 
 
+class Scored(Net):
+    """Each validation's score is rank 0's number of steps."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", float(self.global_step if rank() == 0 else 0), sync_dist=True, reduce_fx="max")
+
+
+@scenario
+def scored_checkpoints(folder: Path) -> Any:
+    """Saves by steps and validations are due with an epoch's last batch, also on one rank while the other goes on."""
+    told = {}
+    for name, strategy, numbers, every in (
+        ("gradients", AsyncGradientStrategy(delay=0), (12, 12), 6),
+        ("averaging", AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(5)), (12, 12), 6),
+        ("servers", ParameterServerStrategy(), (12, 12), 6),
+        ("uneven", AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(5)), (12, 30), 1.0),
+    ):
+        saves = pl.callbacks.ModelCheckpoint(
+            folder / name,
+            monitor="score",
+            mode="max",
+            every_n_train_steps=6,
+            save_top_k=-1,
+            filename="{step}-{score:.0f}",
+        )
+        fit(
+            strategy, loader(shard(numbers)), Scored(), val=loader(shard((2, 2))), callbacks=[saves], max_epochs=2,
+            val_check_interval=every, enable_checkpointing=True,
+        )  # fmt: skip
+        scores = sorted(each.stem for each in (folder / name).glob("*.ckpt"))
+        told[name] = {"scores": scores, "best": Path(saves.best_model_path).stem}
+    return told
+
+
 @scenario
 def default_checkpoint(folder: Path) -> Any:
     told = fit(

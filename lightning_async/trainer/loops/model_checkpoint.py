@@ -1,12 +1,14 @@
 """Patches of `ModelCheckpoint`, which assumes equal steps and metrics on all ranks.
 
 A callback that saves by steps or by time would save between two sync points, when there is no model on which all agree.
-Instead, the first replica on which a save is due calls all ranks to a sync point.
+Instead, the first replica on which a save is due calls all ranks to a sync point. If a validation is due at the same
+step, a save with a monitored metric waits for it.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,10 @@ class Saving(CollectiveCallback):
         self._trainer = trainer
         self._saves: dict[int, int] = {}
         """For each callback's `id`: how many intervals of steps the leading replica had completed at the last save."""
+        self._deferred: set[int] = set()
+        """The `id` of each callback whose save waits for the validation at the end of the epoch."""
+        self.validates_at_end: Callable[[], bool] = lambda: False
+        """Function that returns whether this rank has taken its epoch's last batch and a validation is due with it."""
 
     def install(self) -> list[Undo]:
         undo = []
@@ -72,20 +78,37 @@ class Saving(CollectiveCallback):
         return by_time or turns > self._saves.get(id(checkpoint), turns)
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Save if a save is due on any rank. All ranks call this at a sync point, where they have one model."""
+        """Save if a save is due on any rank. All ranks call this at a sync point, where they have one model.
+
+        The validation that is due with an epoch's last batch runs when all ranks have arrived there. Until then its
+        metric has the value of an earlier model. So a save that monitors a metric waits (`catch_up`) if such a
+        validation is due on a rank on which the save is due, or on rank 0, whose step number is in the file.
+        """
         timed = [each for each in self._checkpoints() if each._every_n_train_steps or each._train_time_interval]
         if not timed:
             return False
-        # A save is collective, so all ranks save if one of them is due.
-        told = world.gather_objects([[self._is_due(checkpoint), self._turns(checkpoint)] for checkpoint in timed])
+        # A save is collective, so all ranks save if one of them is due. A rank that has joined has deferred none.
+        ends = self.validates_at_end()
+        told = world.gather_objects(
+            [[self._is_due(each), self._turns(each), ends, id(each) in self._deferred] for each in timed]
+        )
         for checkpoint, said in zip(timed, zip(*told, strict=True), strict=True):
-            self._saves[id(checkpoint)] = max(turns for _, turns in said)
-            if any(due for due, _ in said):
+            self._saves[id(checkpoint)] = max(turns for _, turns, _, _ in said)
+            is_due = any(due for due, _, _, _ in said)
+            too_early = said[0][2] or any(due and ends for due, _, ends, _ in said)
+            if is_due and too_early and checkpoint.monitor is not None:
+                checkpoint._last_time_checked = time.monotonic()
+                self._deferred.add(id(checkpoint))
+            elif is_due or (any(deferred for *_, deferred in said) and not any(ends for _, _, ends, _ in said)):
+                self._deferred.discard(id(checkpoint))
                 self._save(checkpoint)
         return False
 
     def catch_up(self) -> None:
-        """Make the saves that are due when training ends, because there is no later batch at which to make them."""
+        """Make the saves that are due when an epoch or training ends, after its validation.
+
+        These are the saves that have waited for the validation, and those for which no later batch comes.
+        """
         world = self._view.world
         if world is not None and self._view.sync_points is not None and not self._view.failed:
             self.decide(world)
