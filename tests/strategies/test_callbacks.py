@@ -35,6 +35,24 @@ def test_training_goes_on_after_a_search_for_a_learning_rate_as_if_there_had_bee
         assert [rank["looked"] for rank in told] == [2, 2]
 
 
+def test_rank_0_alone_ends_a_search_for_a_learning_rate_early(ranks: Outcomes) -> None:
+    first, second = ranks("lr_finder_of_one_noisy_rank")
+    for name in ("averaging", "gradients", "server"):
+        for noisy, steps in ((1, 20), (0, 5)):
+            here, there, ddp = first[f"{name} {noisy}"], second[f"{name} {noisy}"], first[f"ddp {noisy}"]
+            assert here["lr"] == there["lr"] == ddp["lr"]
+            assert here["loss"] == there["loss"]
+            assert here["suggestion"] == there["suggestion"]
+            assert (len(here["lr"]), here["searched"]) == (steps, steps)
+            if noisy == 1:
+                assert there["searched"] == steps
+                assert here["suggestion"] is not None
+            if name == "gradients":
+                assert distance(here["loss"], ddp["loss"]) < 1e-5
+                assert here["suggestion"] == ddp["suggestion"]
+                assert steps <= there["searched"] <= steps + (noisy == 0)  # the vote takes a batch to arrive
+
+
 # ---- averages of the model over time ----
 
 Update = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
