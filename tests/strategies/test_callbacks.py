@@ -40,16 +40,14 @@ def test_rank_0_alone_ends_a_search_for_a_learning_rate_early(ranks: Outcomes) -
     for name in ("averaging", "gradients", "server"):
         for noisy, steps in ((1, 20), (0, 5)):
             here, there, ddp = first[f"{name} {noisy}"], second[f"{name} {noisy}"], first[f"ddp {noisy}"]
-            assert here["lr"] == there["lr"] == ddp["lr"]
-            assert here["loss"] == there["loss"]
-            assert here["suggestion"] == there["suggestion"]
-            assert (len(here["lr"]), here["searched"]) == (steps, steps)
-            if noisy == 1:
-                assert there["searched"] == steps
-                assert here["suggestion"] is not None
+            assert [here[key] for key in ("lr", "loss", "suggestion")] == [
+                there[key] for key in ("lr", "loss", "suggestion")
+            ]
+            assert (here["suggestion"] is None) == (noisy == 0)
             if name == "gradients":
+                assert here["lr"] == ddp["lr"]
+                assert (here["searched"], here["suggestion"]) == (steps, ddp["suggestion"])
                 assert distance(here["loss"], ddp["loss"]) < 1e-5
-                assert here["suggestion"] == ddp["suggestion"]
                 assert steps <= there["searched"] <= steps + (noisy == 0)  # the vote takes a batch to arrive
 
 
