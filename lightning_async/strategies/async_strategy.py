@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,11 +32,13 @@ from lightning_async.trainer.environment.settings import TrainerSettings, check_
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.lr_schedules import SCHEDULES
 from lightning_async.trainer.loops.timing import Pacing
-from lightning_async.trainer.namespace import batch_size, in_words
+from lightning_async.trainer.namespace import batch_size, in_words, searches_lr
 from lightning_async.trainer.step_runner import StepRunner
 from lightning_async.transports.base import Connection, Transport
 from lightning_async.transports.resolve import TransportName
 from lightning_async.transports.torch import TorchTransport
+
+T = TypeVar("T")
 
 
 class AsyncStrategy(ReplicatedStrategy):
@@ -272,6 +274,16 @@ class AsyncStrategy(ReplicatedStrategy):
     def averager(self) -> ReplicaEngine | None:
         session = self._session
         return None if session is None else session.averager
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        world = self.world
+        votes = self.sync_points
+        searches = isinstance(obj, bool) and searches_lr(self._trainer)
+        if searches and votes is not None and world is not None and world.asynchronous:
+            # The learning-rate finder broadcasts after every batch whether the search is over. Between sync points that
+            # would wait for other ranks. They learn of it by the vote of rank ``src``, whose losses alone decide.
+            return obj if world.rank == src else cast("T", Vote.END in votes.agreed)
+        return super().broadcast(obj, src)
 
     @property
     def gradients(self) -> SynchronousGradients | None:

@@ -56,7 +56,6 @@ from lightning_async.trainer.namespace import (
     pytorch,
     rank_zero_info,
     refuse_elsewhere,
-    searches_lr,
     set_for_now,
     sync_metrics_through,
     take_back,
@@ -571,10 +570,6 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
                 world.barrier(name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if self.world is not None and self.world.asynchronous and searches_lr(self.module.trainer):
-            # The learning-rate finder broadcasts after every batch whether its search is over. Between sync points
-            # that would wait for other ranks, and they learn of it by a vote.
-            return obj
         with self._together() as world:
             return obj if world is None else world.broadcast(obj, src)
 

@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_async import AsyncAveragingStrategy, DiLoCo, EveryNSteps, Mean
-from lightning_async.trainer.namespace import pl
+from lightning_async import (
+    AsyncAveragingStrategy,
+    AsyncGradientStrategy,
+    DiLoCo,
+    EveryNSteps,
+    Mean,
+    ParameterServerStrategy,
+)
+from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import (
     PATIENT,
@@ -84,6 +91,36 @@ def lr_finder_at_epochs(folder: Path) -> Any:
     finder = Same((0, 2), num_training_steps=10)
     found = _train(Tuned(), finder, folder=folder)
     return {"found": found, "plain": _train(Tuned(), folder=folder), "looked": len(finder.found)}
+
+
+@scenario
+def lr_finder_of_one_noisy_rank(folder: Path) -> Any:
+    """One rank's losses jump in the search, first those of rank 1 and then those of rank 0; and the same with DDP."""
+
+    class Jumps(Tuned):
+        noisy = 1
+        searched = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.searched += 1
+            loss = super().training_step(batch, batch_idx)
+            return loss + 1000.0 if rank() == self.noisy and batch_idx >= 4 else loss
+
+    strategies = {
+        "averaging": lambda: together(Mean(), EveryNSteps(3), overlap=False, timeouts=PATIENT),
+        "gradients": lambda: AsyncGradientStrategy(1, delay=0, timeouts=PATIENT),
+        "server": lambda: ParameterServerStrategy("async", timeouts=PATIENT),
+        "ddp": lambda: "ddp",
+    }
+    told: dict[str, Any] = {}
+    for name, make in strategies.items():
+        for noisy in (1, 0):
+            module = Jumps()
+            module.noisy = noisy
+            tuner = pytorch("tuner").Tuner(make_trainer(make(), default_root_dir=folder))
+            found = tuner.lr_find(module, loader(shard((24, 24))), num_training=20, update_attr=False)
+            told[f"{name} {noisy}"] = found.results | {"searched": module.searched, "suggestion": found.suggestion()}
+    return told
 
 
 # ---- averages of the model over time ----

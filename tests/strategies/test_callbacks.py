@@ -35,6 +35,22 @@ def test_training_goes_on_after_a_search_for_a_learning_rate_as_if_there_had_bee
         assert [rank["looked"] for rank in told] == [2, 2]
 
 
+def test_rank_0_alone_ends_a_search_for_a_learning_rate_early(ranks: Outcomes) -> None:
+    first, second = ranks("lr_finder_of_one_noisy_rank")
+    for name in ("averaging", "gradients", "server"):
+        for noisy, steps in ((1, 20), (0, 5)):
+            here, there, ddp = first[f"{name} {noisy}"], second[f"{name} {noisy}"], first[f"ddp {noisy}"]
+            assert [here[key] for key in ("lr", "loss", "suggestion")] == [
+                there[key] for key in ("lr", "loss", "suggestion")
+            ]
+            assert (here["suggestion"] is None) == (noisy == 0)
+            if name == "gradients":
+                assert here["lr"] == ddp["lr"]
+                assert (here["searched"], here["suggestion"]) == (steps, ddp["suggestion"])
+                assert distance(here["loss"], ddp["loss"]) < 1e-5
+                assert steps <= there["searched"] <= steps + (noisy == 0)  # the vote takes a batch to arrive
+
+
 # ---- averages of the model over time ----
 
 Update = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
