@@ -18,6 +18,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import select
 import socket
 import struct
@@ -39,6 +40,8 @@ _BY_TORCHRUN = "torchrun"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 # Number of bytes of a message, enough for nine thousand ranks. A longer message is not sent.
 LONGEST = 1 << 16
+_LONGEST_TEXT = 4000  # characters of an exception that are sent
+_MOST_SAMPLES = 2000  # indices of samples that are sent
 _ENDS_S = 2.0
 _log = logging.getLogger(__name__)
 # The listeners of this process: two, while one run follows another.
@@ -64,12 +67,15 @@ class Failure(NamedTuple):
     def repeats(self, before: Failure, is_same_rank: bool) -> bool:
         """Return whether the same exception was raised ``before`` in this epoch, by the same samples or a rank's batch.
 
-        In other epochs it is another one: a restart goes on in the epoch of the failure.
+        In other epochs it is another one: a restart goes on in the epoch of the failure. Numbers in the text may
+        differ, such as a process or an address.
 
-        >>> Failure("ValueError: bad", 0, 9, [36, 37]).repeats(Failure("ValueError: bad", 0, 4, [37, 38]), False)
+        >>> before = Failure("ValueError: bad in process 11", 0, 4, [37, 38])
+        >>> Failure("ValueError: bad in process 12", 0, 9, [36, 37]).repeats(before, False)
         True
         """
-        if (self.text, self.epoch) != (before.text, before.epoch):
+        texts = {re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.text) for failure in (self, before)}
+        if len(texts) > 1 or self.epoch != before.epoch:
             return False
         return (is_same_rank and self.batch == before.batch) or not set(self.samples).isdisjoint(before.samples)
 
@@ -84,8 +90,12 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
 
 
 def tell_failure(failure: Failure) -> None:
-    """Send the launcher the exception that ends this rank, and where it was raised; see `tell_generation`."""
-    _send({"failure": failure._asdict()})
+    """Send the launcher the exception that ends this rank, and where it was raised; see `tell_generation`.
+
+    A longer text or more samples than fit into the message are cut.
+    """
+    cut = failure._replace(text=failure.text[:_LONGEST_TEXT], samples=list(failure.samples[:_MOST_SAMPLES]))
+    _send({"failure": cut._asdict()})
 
 
 def _send(said: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.cli.main import main
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from lightning_async.trainer.checkpoint import checkpointing
-from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointReader
+from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointReader, WrittenFiles
 from lightning_async.trainer.checkpoint.checkpoint_state import TrainerState
 from lightning_async.trainer.loops.averaged_models import AveragedModels
 from lightning_async.trainer.namespace import pl
@@ -651,3 +651,18 @@ def test_a_new_version_of_a_logger_leaves_all_others(kind: str, tmp_path: Path) 
         before = logs
     assert sorted(path.name for path in folder.iterdir()) == ["version_0", "version_1", "version_2"]
     assert names_in(folder) == names_in(folder / "version_0" / "checkpoints") == ["step=24.ckpt", "step=6.ckpt"]
+
+
+def test_a_full_disk_of_ours_stops_no_save_of_model_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = CheckpointStore(str(tmp_path))
+    monkeypatch.setattr(store, "publish", refuse)
+    trainer: Any = SimpleNamespace(callbacks=[pl.callbacks.ModelCheckpoint(tmp_path)], is_global_zero=True)
+    saved: list[Any] = []
+    WrittenFiles(trainer, store, lambda value: [value])._write(lambda *args: saved.append(args), trainer, "a.ckpt")
+    assert saved == [(trainer, "a.ckpt")]
+    assert "could not be written ([Errno 28] No space left on device)" in caplog.text

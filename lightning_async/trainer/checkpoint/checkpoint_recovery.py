@@ -291,8 +291,14 @@ class WrittenFiles:
 
     def _publish(self) -> None:
         if self._callbacks and self._trainer.is_global_zero:
-            self._resumable = self._resumable or bool(self._store.entries())
-            self._store.publish(self._path, seal({"paths": self.paths, "resumable": self._resumable}))
+            try:
+                self._resumable = self._resumable or bool(self._store.entries())
+                self._store.publish(self._path, seal({"paths": self.paths, "resumable": self._resumable}))
+            except OSError as error:  # a file of ModelCheckpoint may be on another disk, and training goes on
+                log.error(
+                    "%s could not be written (%s). After a kill, files of ModelCheckpoint that it lacks are kept.",
+                    self._path, error,
+                )  # fmt: skip
 
     def resume(self, states: dict[str, Any], entry: CheckpointEntry | None, is_chosen: bool) -> None:
         """Delete the files that are newer than the loaded checkpoint; remove deleted ones from the callbacks' states.
