@@ -173,7 +173,8 @@ def test_one_that_comes_within_the_rest_of_an_epoch_ends_it_as_the_others_do() -
             strategy.world = world if len(left) == 1 else strategy.world
 
         parts: Any = SimpleNamespace(rendezvous=rendezvous, rest=rest, epoch=SimpleNamespace(end=lambda: None))
-        Validation(strategy, trainer, parts, parts).install()
+        saving: Any = SimpleNamespace(catch_up=lambda: None)
+        Validation(strategy, trainer, parts, parts, saving).install()
         fit.on_advance_end()
         return stepped
 
