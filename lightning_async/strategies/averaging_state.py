@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_async.engine.averaging.rule_state import RuleState
 from lightning_async.engine.checkpoint_markers import ModelState
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.replica_engine import ReplicaEngine
@@ -186,10 +187,10 @@ class SavedState:
 
     def _warn_of_rule(self, saved: dict[str, Any], agreed: ModelState) -> None:
         """Warn if the averager's rule needs a state, and the checkpoint was saved with another rule and lacks it."""
-        if self._is_read and saved["rule"] != agreed.name and agreed.nbytes():
+        if self._is_read and isinstance(agreed, RuleState) and saved["rule"] != agreed.name and agreed.nbytes():
             log.warning(
-                "The checkpoint of %s holds no state of a rule: that of `rule=%s` begins there.",
-                self.origin, agreed.name,
+                "The checkpoint of %s holds no state of a rule: that of `rule=%r` begins there.",
+                self.origin, agreed.rule,
             )  # fmt: skip
 
     def _warn_of_windows(self, saved: dict[str, Any]) -> None:
