@@ -108,7 +108,6 @@ class AveragingComponent(EngineComponent):
         self._control = control
         self._agreed = agreed
         self._ledger = ledger
-        self._config = config
         self._buckets = control.buckets
         self._replica = control.buckets.replica
         self.rule = agreed.rule
@@ -125,7 +124,7 @@ class AveragingComponent(EngineComponent):
             self._announce(message)
         return part._replace(
             due=message.due,
-            work=message.work.weight(self._config.weighting) if message.healthy else 0.0,
+            work=message.work.weight(self._ledger.weighting) if message.healthy else 0.0,
             steps=message.steps if message.healthy else 0.0,
             lr=message.lr,
             healthy=message.healthy,
@@ -253,7 +252,6 @@ class _Round(RoundType):
         self._buckets = control.buckets
         self._transfer = control.transfer
         self._replica = control.buckets.replica
-        self._shared_state = control.shared_state
         self._agreed = agreed
         self._ledger = ledger
 
